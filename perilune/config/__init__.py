@@ -1,0 +1,26 @@
+"""Configuration: frozen dataclasses, presets, and one parser for TOML files and flags."""
+
+from perilune.config.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig, SoftmaxConfig, VisionConfig
+from perilune.config.train import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    OptimConfig,
+    StageConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "KDAConfig",
+    "MLAConfig",
+    "ModelConfig",
+    "MoEConfig",
+    "OptimConfig",
+    "SoftmaxConfig",
+    "StageConfig",
+    "TrainConfig",
+    "VisionConfig",
+]
