@@ -1,0 +1,1 @@
+"""The command line: `main` dispatches, one small file a verb."""

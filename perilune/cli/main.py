@@ -1,0 +1,95 @@
+"""`perilune VERB …`: pick the verb's module, run it, turn errors into messages and exit codes.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped and saved. Nothing heavy is imported before a verb is known, so
+`--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import sys
+
+from perilune import __version__
+from perilune.errors import ConfigError, PeriluneError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("demo", "train a small model on real text, talk to it, open a report"),
+    "doctor": ("doctor", "what this machine has, and which implementation of each operation runs"),
+    "explain": ("explain", "how a mechanism works: formula, reference, a computed picture"),
+    "inspect": ("inspect", "parameters, tensors, state and cache bytes, FLOPs of a model"),
+    "tokenize": ("tokenize", "text to token ids and back"),
+    "data": ("data", "look at or build a corpus"),
+    "train": ("train", "pre-train a model"),
+    "ablate": ("ablate", "vary mechanisms at equal FLOPs and tabulate the effect"),
+    "eval": ("eval", "bits per byte of a run on held-out text"),
+    "generate": ("generate", "continue a prompt"),
+    "chat": ("chat", "talk to a run in the terminal or the browser"),
+    "serve": ("serve", "OpenAI-style HTTP server over one run"),
+    "bench": ("bench", "speed of kernels, training and generation against peers"),
+    "report": ("report", "one self-contained page about a run"),
+}
+
+_USAGE = "usage: perilune [--version] [-v | -q] VERB [options]"
+
+
+def available() -> dict[str, tuple[str, str]]:
+    """The verbs whose module exists in this installation."""
+    return {
+        verb: entry for verb, entry in VERBS.items() if importlib.util.find_spec(f"perilune.cli.{entry[0]}") is not None
+    }
+
+
+def _help() -> str:
+    lines = [_USAGE, "", "The Kimi K3 system as one package: train, study and serve K3-class models.", "", "verbs:"]
+    lines += [f"  {verb:<10} {text}" for verb, (_, text) in available().items()]
+    return "\n".join([*lines, "", "perilune VERB --help tells a verb's options; most take --json."])
+
+
+def _logging(level: int) -> None:
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code.
+
+    Args:
+        argv: arguments without the program's name; None = `sys.argv[1:]`.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    level = logging.INFO
+    while args and args[0] in ("-v", "--verbose", "-q", "--quiet"):
+        level = logging.DEBUG if args.pop(0) in ("-v", "--verbose") else logging.WARNING
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        print(f"perilune {__version__}")
+        return 0
+    verb, rest = args[0], args[1:]
+    verbs = available()
+    if verb not in verbs:
+        near = difflib.get_close_matches(verb, verbs, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"error: unknown verb {verb!r}{hint}\n{_USAGE}\nverbs: {', '.join(verbs)}", file=sys.stderr)
+        return 2
+    _logging(level)
+    try:
+        return importlib.import_module(f"perilune.cli.{verbs[verb][0]}").run(rest)
+    except PeriluneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe went away (`perilune … | head`): point stdout at nothing so that exit does not fail again.
+        sys.stdout = None
+        return 1
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
