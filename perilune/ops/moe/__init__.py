@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, load balancing, and the experts themselves."""
