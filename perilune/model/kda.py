@@ -1,0 +1,156 @@
+"""Kimi Delta Attention (report §2.1.1): a fixed-size memory a head, decayed by channel, corrected by the delta rule.
+
+    q, k, v = SiLU(conv4(W x)),  q and k L2-normalised, q scaled by K^-1/2
+    g = lower_bound · sigmoid(e^A (W_fb W_fa x + b))            one decay for each key channel
+    S ← Diag(e^g) S;  S ← S + β k (v − Sᵀk)ᵀ;  o = Sᵀq          β = sigmoid(W_b x)
+    y = W_o [ RMSNorm(o) · sigmoid(W_g x) ]
+
+`GatedDeltaNet` is the same layer with one decay a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from perilune.config import KDAConfig, ModelConfig
+from perilune.model.linear import Linear
+from perilune.model.state import RecurrentState
+from perilune.ops.kda import chunk_kda, kda_decode_step
+from perilune.ops.kda.gate import kda_gate, softplus_gate
+from perilune.ops.norm import gated_rms_norm
+from perilune.ops.segments import Segments
+from perilune.ops.short_conv import short_conv
+
+
+class KDA(nn.Module):
+    """One KDA layer. Rows of `qkv_proj` and `qkv_conv` are q heads, k heads, v heads."""
+
+    fused_decode = True  # a single token without gradients takes `kda_decode_step`
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        kda = cfg.kda
+        assert kda is not None, "the layer pattern names kda but the config has none"
+        self.kda: KDAConfig = kda
+        self.norm_eps = cfg.norm_eps
+        width = cfg.hidden_size
+        self.qkv_proj = Linear(width, kda.conv_width)
+        self.qkv_conv = nn.Parameter(torch.empty(kda.conv_width, kda.conv_kernel))
+        self._init_decay(width)
+        self.b_proj = Linear(width, kda.num_heads)
+        if kda.output_gate_rank is None:
+            self.g_proj = Linear(width, kda.value_width)
+        else:
+            self.g_a_proj = Linear(width, kda.output_gate_rank)
+            self.g_b_proj = Linear(kda.output_gate_rank, kda.value_width)
+        self.o_norm = nn.Parameter(torch.ones(kda.value_dim))
+        self.o_proj = Linear(kda.value_width, width)
+
+    def _init_decay(self, width: int) -> None:
+        self.f_a_proj = Linear(width, self.kda.rank)
+        self.f_b_proj = Linear(self.kda.rank, self.kda.key_width)
+        self.A_log = nn.Parameter(torch.zeros(self.kda.stored_heads or self.kda.num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(self.kda.key_width))
+
+    def decay_logit(self, x_BTD: Tensor) -> Tensor:
+        """Raw decay logits `[B, T, H, K]`, before dt_bias and A."""
+        return self.f_b_proj(self.f_a_proj(x_BTD)).unflatten(-1, (self.kda.num_heads, self.kda.head_dim))
+
+    def log_decay(self, x_BTD: Tensor) -> Tensor:
+        """Log-decays g `[B, T, H, K]`, the form that the probes read."""
+        return kda_gate(
+            self.decay_logit(x_BTD), self.A_log[: self.kda.num_heads], self.dt_bias, self.kda.gate_lower_bound
+        )
+
+    def output_gate(self, x_BTD: Tensor) -> Tensor:
+        """Gate logits `[B, T, H*V]`."""
+        return self.g_proj(x_BTD) if self.kda.output_gate_rank is None else self.g_b_proj(self.g_a_proj(x_BTD))
+
+    def _memory(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x_BTD: Tensor,
+        initial: Tensor | None,
+        keep: bool,
+        segments: Segments | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._chunk(
+            q, k, v, self.decay_logit(x_BTD), x_BTD, initial, keep, segments,
+            use_gate_in_kernel=True, lower_bound=self.kda.gate_lower_bound, safe_gate=self.kda.gate_lower_bound is not None,
+            A_log=self.A_log[: self.kda.num_heads], dt_bias=self.dt_bias,
+        )  # fmt: skip
+
+    def _chunk(self, q, k, v, g, x_BTD, initial, keep, segments, **gate):  # noqa: ANN001, ANN003, ANN202
+        """Call the op on the rows as they are, or flattened with document boundaries."""
+        beta = self.b_proj(x_BTD)
+        cu_seqlens = None
+        if segments is not None:
+            cu_seqlens = segments.cu_seqlens
+            q, k, v, g, beta = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v, g, beta))
+        out, memory = chunk_kda(
+            q, k, v, g, beta, initial_state=initial, output_final_state=keep, use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, state_v_first=True, cu_seqlens=cu_seqlens, **gate,
+        )  # fmt: skip
+        return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: RecurrentState | None = None,
+        segments: Segments | None = None,
+        past: list[int] | None = None,
+    ) -> tuple[Tensor, RecurrentState | None]:
+        """Mix `[B, T, D]` along the sequence; `state` is updated in place. `past` is not used: there are no positions."""
+        if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
+            return self._decode(x_BTD, state), state
+        kda = self.kda
+        qkv, window = short_conv(
+            self.qkv_proj(x_BTD), self.qkv_conv, None if state is None else state.window_BXW, segments
+        )
+        q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
+        q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
+        v = v.unflatten(-1, (kda.num_heads, kda.value_dim))
+        out, memory = self._memory(
+            q, k, v, x_BTD, None if state is None else state.memory_BHVK, state is not None, segments
+        )
+        if state is not None:
+            state.window_BXW, state.memory_BHVK = window, memory
+        gate = self.output_gate(x_BTD).view_as(out)
+        return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
+
+    def _decode(self, x_BTD: Tensor, state: RecurrentState) -> Tensor:
+        """One token: convolution, gate, recurrence, norm and output gate in one call."""
+        kda, x_BD = self.kda, x_BTD[:, 0]
+        out = kda_decode_step(
+            self.qkv_proj(x_BD), self.qkv_conv, state.window_BXW, self.decay_logit(x_BD), self.A_log[: kda.num_heads],
+            self.dt_bias, self.b_proj(x_BD), self.output_gate(x_BD).view(-1, kda.num_heads, kda.value_dim), self.o_norm,
+            state.memory_BHVK, num_heads=kda.num_heads, key_dim=kda.head_dim, lower_bound=kda.gate_lower_bound,
+            scale=kda.head_dim**-0.5, norm_eps=self.norm_eps,
+        )  # fmt: skip
+        return self.o_proj(out)[:, None]
+
+
+class GatedDeltaNet(KDA):
+    """KDA with a single softplus decay a head (Gated DeltaNet), for ablations."""
+
+    fused_decode = False
+
+    def _init_decay(self, width: int) -> None:
+        self.a_proj = Linear(width, self.kda.num_heads)
+        self.A_log = nn.Parameter(torch.zeros(self.kda.num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(self.kda.num_heads))
+
+    def decay_logit(self, x_BTD: Tensor) -> Tensor:
+        """Raw decay logits `[B, T, H, 1]`."""
+        return self.a_proj(x_BTD)[..., None]
+
+    def log_decay(self, x_BTD: Tensor) -> Tensor:
+        """Log-decays g broadcast over the key channels, `[B, T, H, K]`."""
+        g = softplus_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
+        return g.expand(*g.shape[:-1], self.kda.head_dim)
+
+    def _memory(self, q, k, v, x_BTD, initial, keep, segments):  # noqa: ANN001, ANN202
+        return self._chunk(q, k, v, self.log_decay(x_BTD), x_BTD, initial, keep, segments)

@@ -1,0 +1,108 @@
+"""Stable LatentMoE (report §2.3): experts in a half-width latent space, a norm after their sum, shared experts beside.
+
+    s = sigmoid(W_r x)  in fp32;   chosen = top-k(s + b);   w = s / Σ_chosen s
+    y = W_up RMSNorm( Σ_chosen w_e E_e(W_down x) ) + Shared(x)
+
+The bias b only selects. It is moved between optimizer steps by the balancer (quantile balancing), never by gradients.
+Without `latent_size` the experts work in the full width: the ordinary mixture of the K2-style baseline.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perilune.config import ModelConfig, MoEConfig
+from perilune.model.linear import Linear
+from perilune.model.mlp import GatedMLP
+from perilune.model.norm import RMSNorm
+from perilune.ops.moe import BALANCERS, Balancer, Routing, in_recompute, route, routed_experts
+
+
+class Router(nn.Module):
+    """Scores and routes in fp32; `bias` `[E]` is a buffer, so it has no gradient and is saved with the weights."""
+
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, cfg.hidden_size))
+        self.register_buffer("bias", torch.zeros(moe.num_experts))
+
+    def forward(self, x_ND: Tensor) -> Routing:
+        """Route `[N, D]` tokens."""
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        logits = F.linear(x_ND.to(wide), self.weight.to(wide))
+        return route(
+            logits, self.bias.to(wide), self.moe.experts_per_token,
+            renormalize=self.moe.renormalize, scaling_factor=self.moe.routed_scaling_factor,
+        )  # fmt: skip
+
+
+class Experts(nn.Module):
+    """Stacked expert weights: w1 (gate) and w3 (up) `[E, F, L]`, w2 (down) `[E, L, F]`."""
+
+    def __init__(self, moe: MoEConfig, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(moe.num_experts, moe.expert_size, width))
+        self.w3 = nn.Parameter(torch.empty(moe.num_experts, moe.expert_size, width))
+        self.w2 = nn.Parameter(torch.empty(moe.num_experts, width, moe.expert_size))
+
+
+def make_balancer(moe: MoEConfig) -> Balancer:
+    """Build the balancer that the config names."""
+    options = {"rate": moe.sign_update} if moe.balancer == "sign" else {}
+    return BALANCERS[moe.balancer](moe.num_experts, moe.experts_per_token, ema=moe.balancer_ema, **options)
+
+
+class LatentMoE(nn.Module):
+    """Router, experts, shared experts.
+
+    Attributes:
+        balancer: rule that moves `router.bias`; the trainer calls its `update` once a step.
+        counts_E: int64 tokens sent to each expert since the trainer last cleared it (training forwards only).
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        moe = cfg.moe
+        assert moe is not None, "the layer pattern has experts but the config has no moe"
+        self.cfg, self.moe = cfg, moe
+        width = moe.latent_size or cfg.hidden_size
+        self.router = Router(cfg, moe)
+        if moe.latent_size is not None:
+            self.down_proj = Linear(cfg.hidden_size, width)
+            self.up_proj = Linear(width, cfg.hidden_size)
+            if moe.latent_norm:
+                self.norm = RMSNorm(width, cfg.norm_eps)
+        self.experts = Experts(moe, width)
+        if moe.num_shared_experts:
+            self.shared = GatedMLP(cfg, moe.num_shared_experts * moe.expert_size)
+        self.balancer = make_balancer(moe)
+        self.register_buffer("counts_E", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)
+
+    @torch.no_grad()
+    def _observe(self, routing: Routing) -> None:
+        if in_recompute():  # activation recomputation in a backward pass: these tokens were counted before
+            return
+        counts = torch.bincount(routing.index_NA.flatten(), minlength=self.moe.num_experts)
+        self.balancer.observe(routing.scores_NE, routing.cutoff_N, None, counts, self.router.bias)
+        self.counts_E += counts
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map `[B, T, D]` to `[B, T, D]`."""
+        cfg, moe, experts = self.cfg, self.moe, self.experts
+        x_ND = x_BTD.flatten(0, -2)
+        routing = self.router(x_ND)
+        if self.training and torch.is_grad_enabled():
+            self._observe(routing)
+        z = x_ND if moe.latent_size is None else self.down_proj(x_ND)
+        out = routed_experts(
+            z, routing.index_NA, routing.weight_NA, experts.w1.to(z.dtype), experts.w3.to(z.dtype), experts.w2.to(z.dtype),
+            cfg.activation, beta=cfg.situ_beta, linear_beta=cfg.situ_linear_beta,
+        )  # fmt: skip
+        if moe.latent_size is not None:
+            out = self.up_proj(self.norm(out) if moe.latent_norm else out)
+        if moe.num_shared_experts:
+            out = out + self.shared(x_ND)
+        return out.view_as(x_BTD)

@@ -1,0 +1,144 @@
+"""Gated multi-head latent attention without positions (report §2.1.2, architecture §4).
+
+    c_q = RMSNorm(W_qa x),  q = W_qb c_q  (or q = W_q x)             [q_n | q_r] a head
+    [c | r] = W_kva x,  c' = RMSNorm(c)                              r is shared by all heads and not normalised
+    [k_n | v] = W_kvb c',  k = [k_n | r]
+    y = W_o ( softmax(q kᵀ (n + r)^-1/2, causal) v · sigmoid(W_g x) )
+
+Only [c' | r] is cached. Decode uses the absorbed form: q_n is carried into the latent space, so the cache is read as it
+is. With `rope_theta` set, q_r and r are rotated (the K2-style baseline).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from perilune.config import MLAConfig, ModelConfig
+from perilune.model.linear import Linear
+from perilune.model.norm import RMSNorm
+from perilune.model.state import LatentCache
+from perilune.ops.mla import attend, attend_latent, max_logit
+from perilune.ops.rope import rope
+from perilune.ops.segments import Segments
+
+# Up to this many new tokens the absorbed form reads less than rebuilding all keys and values from the latents.
+ABSORBED_TOKENS = 8
+
+
+class GatedMLA(nn.Module):
+    """One MLA layer.
+
+    Attributes:
+        fp32_output: keep the attention output in fp32 up to the gate (training, report §2.1.2).
+        track_max_logit: record the largest pre-softmax logit of each head in `max_logit_H` while training (QK-clip).
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        mla = cfg.mla
+        assert mla is not None, "the layer pattern names mla but the config has none"
+        self.mla: MLAConfig = mla
+        width, heads = cfg.hidden_size, mla.num_heads
+        if mla.q_lora_rank is None:
+            self.q_proj = Linear(width, heads * mla.qk_head_dim)
+        else:
+            self.q_a_proj = Linear(width, mla.q_lora_rank)
+            self.q_a_norm = RMSNorm(mla.q_lora_rank, mla.lora_norm_eps)
+            self.q_b_proj = Linear(mla.q_lora_rank, heads * mla.qk_head_dim)
+        self.kv_a_proj = Linear(width, mla.cache_width)
+        self.kv_a_norm = RMSNorm(mla.kv_lora_rank, mla.lora_norm_eps)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+        if mla.output_gate:
+            self.g_proj = Linear(width, heads * mla.v_head_dim)
+        self.o_proj = Linear(heads * mla.v_head_dim, width)
+        self.scale = mla.qk_head_dim**-0.5
+        self.fp32_output = True
+        self.track_max_logit = False
+        self.register_buffer("max_logit_H", torch.zeros(heads), persistent=False)
+
+    def _positions(self, batch: int, tokens: int, past: list[int] | None, device: torch.device) -> Tensor:
+        start = torch.tensor(past if past is not None else [0] * batch, device=device)
+        return start[:, None] + torch.arange(tokens, device=device)
+
+    def queries(self, x_BTD: Tensor, past: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Query parts `[B, T, H, nope]` and `[B, T, H, shared]`."""
+        mla = self.mla
+        q = self.q_proj(x_BTD) if mla.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BTD)))
+        q = q.unflatten(-1, (mla.num_heads, mla.qk_head_dim))
+        q_nope, q_shared = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
+        if mla.rope_theta is not None:
+            q_shared = rope(q_shared, self._positions(*x_BTD.shape[:2], past, x_BTD.device), mla.rope_theta)
+        return q_nope, q_shared
+
+    def latents(self, x_BTD: Tensor, past: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Normalised latent `[B, T, L]` and shared key channels `[B, T, r]`: what the cache holds."""
+        latent, shared = self.kv_a_proj(x_BTD).split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
+        if self.mla.rope_theta is not None:
+            positions = self._positions(*x_BTD.shape[:2], past, x_BTD.device)
+            shared = rope(shared[..., None, :], positions, self.mla.rope_theta)[..., 0, :]
+        return self.kv_a_norm(latent), shared
+
+    def expand(self, latent_BSL: Tensor, shared_BSr: Tensor) -> tuple[Tensor, Tensor]:
+        """Rebuild keys `[B, S, H, nope+r]` and values `[B, S, H, V]` from the latents."""
+        mla = self.mla
+        kv = self.kv_b_proj(latent_BSL).unflatten(-1, (mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim))
+        k_nope, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
+        shared = shared_BSr[..., None, :].expand(*k_nope.shape[:-1], mla.qk_rope_head_dim)
+        return torch.cat((k_nope, shared), dim=-1), v
+
+    def _absorbed(self, q_nope: Tensor, q_shared: Tensor, entries_BSC: Tensor, past: int) -> Tensor:
+        mla = self.mla
+        weight = self.kv_b_proj.weight.to(q_nope.dtype).view(mla.num_heads, -1, mla.kv_lora_rank)
+        up_k, up_v = weight.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+        latent, shared = entries_BSC.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        return attend_latent(q_nope, q_shared, latent, shared, up_k, up_v, self.scale, past)
+
+    def _attend_cached(self, q_nope: Tensor, q_shared: Tensor, entries_BSC: Tensor, past: int) -> Tensor:
+        """Attention of T new tokens over `past + T` cached ones; all rows have the same length."""
+        if q_nope.shape[1] <= ABSORBED_TOKENS:
+            return self._absorbed(q_nope, q_shared, entries_BSC, past)
+        keys, values = self.expand(*entries_BSC.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1))
+        return attend(torch.cat((q_nope, q_shared), dim=-1), keys, values, self.scale, past=past, fp32_output=False)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: LatentCache | None = None,
+        segments: Segments | None = None,
+        past: list[int] | None = None,
+    ) -> tuple[Tensor, LatentCache | None]:
+        """Mix `[B, T, D]`; with a state, `past` gives the tokens that each row has cached, and new entries are appended."""
+        tokens = x_BTD.shape[1]
+        q_nope, q_shared = self.queries(x_BTD, past)
+        latent, shared = self.latents(x_BTD, past)
+        if state is None:
+            keys, values = self.expand(latent, shared)
+            q = torch.cat((q_nope, q_shared), dim=-1)
+            if self.training and self.track_max_logit:
+                # In place, so that a reference to the buffer stays valid over micro-batches.
+                torch.maximum(
+                    self.max_logit_H,
+                    max_logit(q, keys, self.scale, segments).to(self.max_logit_H),
+                    out=self.max_logit_H,
+                )
+            out = attend(q, keys, values, self.scale, segments, fp32_output=self.fp32_output)
+        else:
+            assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
+            entries = torch.cat((latent, shared), dim=-1)
+            lengths = sorted(set(past))
+            if len(lengths) == 1:
+                start = lengths[0]
+                state.entries_BSC[:, start : start + tokens] = entries
+                out = self._attend_cached(q_nope, q_shared, state.entries_BSC[:, : start + tokens], start)
+            else:  # rows of different length: one call for each length
+                out = q_nope.new_empty(*q_nope.shape[:3], self.mla.v_head_dim)
+                for start in lengths:
+                    rows = [row for row, length in enumerate(past) if length == start]
+                    state.entries_BSC[rows, start : start + tokens] = entries[rows]
+                    cached = state.entries_BSC[rows, : start + tokens]
+                    out[rows] = self._attend_cached(q_nope[rows], q_shared[rows], cached, start)
+        out = out.flatten(-2)
+        if self.mla.output_gate:
+            out = out * torch.sigmoid(self.g_proj(x_BTD).to(out.dtype))
+        return self.o_proj(out.to(x_BTD.dtype)), state

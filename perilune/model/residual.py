@@ -1,0 +1,118 @@
+"""How the outputs of earlier layers reach the next one: attention over depth, or a plain sum (report §2.2).
+
+A stream is made fresh for each forward pass. Before each mixer and each feed-forward a *read* forms the input from the
+stream's sources; afterwards the output is written back.
+
+    plain          one running sum; a read returns it
+    block          bank of finished block sums + the running sum of the open block; the sum RESTARTS at a block's start
+    full           the same with blocks of one decoder layer
+    full_sublayer  every mixer and feed-forward output is a source of its own (report Eq. 8)
+
+A read is softmax over sources of RMSNorm(source)·query, applied to the unnormalised sources (report Eq. 9-10); with a
+single source it is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from perilune.config import ModelConfig
+from perilune.ops.attnres import mix
+
+
+class DepthRead(nn.Module):
+    """One site's pseudo-query and key norm: `norm` `[D]` and `query` `[D]`, used only as their product."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(size))
+        self.query = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    @property
+    def score_weight(self) -> Tensor:
+        """norm · query, `[D]`: scores are linear in it, so the two parameters act as one vector."""
+        return self.norm * self.query
+
+    def forward(self, sources: list[Tensor]) -> Tensor:
+        """Mix `[B, T, D]` sources."""
+        return sources[0] if len(sources) == 1 else mix(sources, self.score_weight, self.eps)
+
+
+class PlainStream:
+    """The ordinary residual stream."""
+
+    def __init__(self, embedded_BTD: Tensor) -> None:
+        self.sum = embedded_BTD
+
+    def sources(self) -> list[Tensor]:
+        """The running sum alone."""
+        return [self.sum]
+
+    def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
+        """Add a mixer's output."""
+        self.sum = self.sum + out_BTD
+
+    def add_ffn(self, out_BTD: Tensor) -> None:
+        """Add a feed-forward output."""
+        self.sum = self.sum + out_BTD
+
+
+class BlockStream:
+    """Block AttnRes: finished blocks in a bank, the open block as a running sum (architecture §5.2).
+
+    A bank row is never written again once it is pushed; the running sum is replaced, not changed in place.
+    """
+
+    def __init__(self, embedded_BTD: Tensor, block_layers: int) -> None:
+        self.bank: list[Tensor] = []
+        self.live = embedded_BTD
+        self.block_layers = block_layers
+
+    def sources(self) -> list[Tensor]:
+        """Bank rows in order, then the running sum."""
+        return [*self.bank, self.live]
+
+    def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
+        """At a block's first layer push the running sum and restart it from this output; else add."""
+        if layer % self.block_layers == 0:
+            self.bank.append(self.live)
+            self.live = out_BTD
+        else:
+            self.live = self.live + out_BTD
+
+    def add_ffn(self, out_BTD: Tensor) -> None:
+        """Add a feed-forward output to the running sum."""
+        self.live = self.live + out_BTD
+
+
+class SublayerStream:
+    """Full AttnRes whose sources are the embedding and every sub-layer output (report Eq. 8)."""
+
+    def __init__(self, embedded_BTD: Tensor) -> None:
+        self.outputs = [embedded_BTD]
+
+    def sources(self) -> list[Tensor]:
+        """All outputs so far."""
+        return list(self.outputs)
+
+    def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
+        """Append a mixer's output."""
+        self.outputs.append(out_BTD)
+
+    def add_ffn(self, out_BTD: Tensor) -> None:
+        """Append a feed-forward output."""
+        self.outputs.append(out_BTD)
+
+
+Stream = PlainStream | BlockStream | SublayerStream
+
+STREAMS: dict[str, Callable[[Tensor, ModelConfig], Stream]] = {
+    "plain": lambda x, cfg: PlainStream(x),
+    "block": lambda x, cfg: BlockStream(x, cfg.attn_res_block_layers),
+    "full": lambda x, cfg: BlockStream(x, 1),
+    "full_sublayer": lambda x, cfg: SublayerStream(x),
+}
