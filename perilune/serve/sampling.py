@@ -1,0 +1,191 @@
+"""From logits to token ids: temperature, top-k, top-p, min-p, one random stream a request.
+
+The order is: temperature, top-k, top-p of what top-k left, min-p. Each filter is a cut-off value, and every token that
+reaches the cut-off is kept, so tied tokens stay or go together and the result depends neither on how a sort orders
+ties nor on the other rows of the batch. A draw is one uniform number of the request's own CPU generator, looked up in
+the cumulative distribution in id order; the same seed gives the same tokens on every device and in every batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.errors import CheckpointError
+from perilune.serve.request import FieldError
+
+_SHORTLIST = 128
+"""Largest logits looked at before the whole vocabulary is sorted: a peaked model reaches top_p well within them."""
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not low <= value <= high or (open_low and value == low):
+        raise FieldError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]", name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise FieldError(f"{name}={value!r} must be a whole number in {low}..{high}", name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one answer is drawn and when it ends.
+
+    Attributes:
+        temperature: logits are divided by it; 0 = always the most likely token (lowest id among equals).
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p.
+        min_p: keep tokens at least this likely relative to the most likely one.
+        seed: of the request's own random stream; None = a fresh one.
+        max_tokens: the answer ends after this many tokens.
+        stop: the answer ends before the first of these strings.
+        stop_ids: the answer ends at the first of these tokens, besides those that end a document or a message.
+
+    Raises:
+        FieldError: a value out of range or of the wrong type.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, 2**31)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("max_tokens", self.max_tokens, 1, 2**31)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        if len(self.stop) > MAX_STOPS:
+            raise FieldError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise FieldError(f"stop={text!r} must be a string of 1..{MAX_STOP_CHARS} characters", "stop")
+        for token_id in self.stop_ids:
+            _integer("stop_ids", token_id, 0, 2**31)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is the most likely token."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+def _top_p_cutoff(logits_NZ: Tensor, scale: float, top_p: float) -> Tensor:
+    """Smallest logit of the nucleus, [N, 1].
+
+    Masses are fp64 sums, in a fixed order, of the fp32 weights exp((l - max) * scale).
+    """
+    vocab = logits_NZ.shape[-1]
+    largest_N1 = logits_NZ.amax(-1, keepdim=True)
+    total_N1 = torch.exp((logits_NZ - largest_N1) * scale).double().cumsum(-1)[:, -1:]
+    for size in (min(_SHORTLIST, vocab), vocab):
+        value_NS = logits_NZ.topk(size, dim=-1).values if size < vocab else logits_NZ.sort(-1, descending=True).values
+        mass_NS = torch.exp((value_NS - largest_N1) * scale).double().cumsum(-1)
+        reached_NS = mass_NS >= top_p * total_N1
+        if bool(reached_NS[:, -1].all()):
+            break
+    index_N1 = (~reached_NS).sum(-1, keepdim=True).clamp_max(size - 1)
+    return value_NS.gather(-1, index_N1)
+
+
+def kept_weights(logits_NZ: Tensor, params: SamplingParams) -> Tensor:
+    """Unnormalised probabilities after all filters, 0 for a dropped token: fp32 [N, Z], the largest is 1.
+
+    Args:
+        logits_NZ: finite maxima; fp32 is used inside.
+        params: temperature > 0 and the filters, the same for all rows.
+    """
+    logits_NZ = logits_NZ.float()
+    vocab = logits_NZ.shape[-1]
+    scale = 1.0 / max(params.temperature, 1e-6)
+    top_k = params.top_k if params.top_k < vocab else 0
+    weights_NZ = torch.exp((logits_NZ - logits_NZ.amax(-1, keepdim=True)) * scale)
+    left_NZ = logits_NZ
+    if top_k:
+        cutoff_N1 = left_NZ.topk(top_k, dim=-1).values[:, -1:]
+        left_NZ = left_NZ.masked_fill(left_NZ < cutoff_N1, -math.inf)
+        weights_NZ = weights_NZ.masked_fill(logits_NZ < cutoff_N1, 0.0)
+    if params.top_p < 1.0:
+        weights_NZ = weights_NZ.masked_fill(logits_NZ < _top_p_cutoff(left_NZ, scale, params.top_p), 0.0)
+    if params.min_p > 0.0:
+        weights_NZ = weights_NZ.masked_fill(weights_NZ < params.min_p, 0.0)
+    return weights_NZ
+
+
+class Sampler:
+    """Draws the next token of every row of a batch.
+
+    Args:
+        params: one a row.
+        stream: number added to a row's seed, one a row, so that several answers to one request differ; default 0.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], stream: Sequence[int] | None = None) -> None:
+        self._params = list(params)
+        self._generators: list[torch.Generator | None] = []
+        for row, param in enumerate(self._params):
+            generator = None
+            if not param.greedy:
+                generator = torch.Generator()
+                if param.seed is None:
+                    generator.seed()
+                else:
+                    generator.manual_seed((param.seed + (stream[row] if stream else 0)) % 2**63)
+            self._generators.append(generator)
+        self._group()
+
+    def _group(self) -> None:
+        """Rows that share their filters are drawn together."""
+        groups: dict[tuple[float, int, float, float], list[int]] = {}
+        for row, param in enumerate(self._params):
+            if not param.greedy:
+                groups.setdefault((param.temperature, param.top_k, param.top_p, param.min_p), []).append(row)
+        self._groups = [(self._params[rows[0]], rows) for rows in groups.values()]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the batch only, in this order; each keeps its random stream."""
+        self._params = [self._params[row] for row in rows]
+        self._generators = [self._generators[row] for row in rows]
+        self._group()
+
+    def draw(self, logits_BZ: Tensor) -> list[int]:
+        """Next token id of every row.
+
+        Args:
+            logits_BZ: one row a request, any float dtype.
+        Raises:
+            CheckpointError: a row's largest logit is not finite; sampling from it would be meaningless.
+        """
+        largest_B, index_B = logits_BZ.max(-1)
+        largest, ids = largest_B.tolist(), index_B.tolist()
+        for row, value in enumerate(largest):
+            if not math.isfinite(value):
+                raise CheckpointError(
+                    f"the model returned {value} logits (row {row}), so no token can be drawn: the weights have "
+                    "diverged or are damaged; use an earlier checkpoint"
+                )
+        for params, rows in self._groups:
+            whole = len(rows) == logits_BZ.shape[0]
+            weights_NZ = kept_weights(logits_BZ if whole else logits_BZ[rows], params)
+            mass_NZ = weights_NZ.double().cumsum(-1)
+            draws = [torch.rand((), generator=self._generators[row], dtype=torch.float64) for row in rows]
+            goal_N1 = torch.stack(draws)[:, None].to(mass_NZ.device) * mass_NZ[:, -1:]
+            # right=True: the first token whose cumulative mass exceeds the goal, hence never one of mass zero
+            for row, token_id in zip(rows, torch.searchsorted(mass_NZ, goal_N1, right=True)[:, 0].tolist()):
+                ids[row] = token_id
+        return ids
