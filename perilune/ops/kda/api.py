@@ -1,0 +1,121 @@
+"""Entry points that stand in for flash-linear-attention's: same names, argument order, shapes and conventions.
+
+Up to `use_beta_sigmoid_in_kernel` the arguments may be positional, in that library's order; the rest is keyword-only
+(its releases differ in the order of those). Gated DeltaNet is the same operation with one decay a head: pass
+`g = log_decay[..., None].expand(..., K)` and `use_gate_in_kernel=False`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.errors import ConfigError
+from perilune.ops.choice import Choice, forced
+from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
+from perilune.ops.kda.chunked import chunked
+from perilune.ops.kda.reference import recurrent_reference
+
+
+def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
+    """Say which implementation `chunk_kda` runs for activations of `dtype` on `device`, and why."""
+    wanted = forced()
+    if wanted in ("reference", "torch"):
+        return Choice(wanted, "demanded by PERILUNE_OPS or force()")
+    return Choice("torch", "chunked form in plain torch")
+
+
+@torch.compiler.disable
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over whole sequences, differentiable (report §2.1.1, Eq. 1; `reference` is its definition).
+
+    Args:
+        q, k: `[B, T, H, K]`, K <= 256.
+        v: `[B, T, HV, V]`, HV a multiple of H; value head i reads the q and k of head i // (HV / H).
+        g: `[B, T, HV, K]`; natural-log decay, or raw logits with `use_gate_in_kernel`.
+        beta: `[B, T, HV]`; write strength, or raw logits with `use_beta_sigmoid_in_kernel`.
+        scale: multiplies q; None = K ** -0.5.
+        initial_state: float32 `[N, HV, K, V]`, or `[N, HV, V, K]` if `state_v_first`; N = B, or that of cu_seqlens.
+        output_final_state: also return the state after the last token, float32, in the same layout.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: g becomes `fused_kda_gate(g, A_log, dt_bias, lower_bound)`.
+        use_beta_sigmoid_in_kernel: beta becomes sigmoid(beta), doubled if `allow_neg_eigval`.
+        A_log: `[HV]`; dt_bias: `[HV * K]` or `[HV, K]`.
+        safe_gate: without the in-kernel gate, the caller's promise that g >= -5, which allows dense tiles.
+        lower_bound: in [-5, 0): the bounded gate; None: the softplus gate.
+        transpose_state_layout: old name of `state_v_first`.
+        cu_seqlens: int `[N+1]` boundaries of N sequences packed into one row (B = 1); empty sequences are allowed.
+        cu_seqlens_cpu: the same on the CPU; given, nothing is copied from the device.
+        chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device.
+
+    Returns:
+        `(o [B, T, HV, V] in q's dtype, final state or None)`.
+
+    Raises:
+        ConfigError: an argument does not fit (a ValueError too).
+    """
+    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
+        raise ConfigError(f"chunk_size={chunk_size}; allowed: {', '.join(map(str, CHUNK_SIZES))}, or None")
+    args = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        state_v_first=_layout(state_v_first, transpose_state_layout),
+        cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+    )
+    return _run(args, chunk_size)
+
+
+def _layout(state_v_first: bool, old_name: bool | None) -> bool:
+    if old_name is None:
+        return state_v_first
+    warnings.warn("transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+    return old_name
+
+
+def _run(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
+    implementation = select(args.q.device, args.dtype).implementation
+    if implementation == "reference":
+        o, state = recurrent_reference(args)
+    else:
+        o, state = chunked(args, chunk_size)
+    return o.to(args.q.dtype), args.final_state(state)
