@@ -83,7 +83,7 @@ class KDA(nn.Module):
             A_log=self.A_log[: self.kda.num_heads], dt_bias=self.dt_bias,
         )  # fmt: skip
 
-    def _chunk(self, q, k, v, g, x_BTD, initial, keep, segments, **gate):  # noqa: ANN001, ANN003, ANN202
+    def _chunk(self, q, k, v, g, x_BTD, initial, keep, segments, **gate):
         """Call the op on the rows as they are, or flattened with document boundaries."""
         beta = self.b_proj(x_BTD)
         cu_seqlens = None
@@ -152,5 +152,5 @@ class GatedDeltaNet(KDA):
         g = softplus_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
         return g.expand(*g.shape[:-1], self.kda.head_dim)
 
-    def _memory(self, q, k, v, x_BTD, initial, keep, segments):  # noqa: ANN001, ANN202
+    def _memory(self, q, k, v, x_BTD, initial, keep, segments):
         return self._chunk(q, k, v, self.log_decay(x_BTD), x_BTD, initial, keep, segments)

@@ -131,7 +131,7 @@ class ModelState:
         """Record that each row has seen `tokens` more tokens."""
         self.lengths = [length + tokens for length in self.lengths]
 
-    def _map(self, change) -> list[LayerState]:  # noqa: ANN001
+    def _map(self, change) -> list[LayerState]:
         return [type(s)(*(change(getattr(s, f.name)) for f in fields(s))) for s in self.layers]
 
     def clone(self) -> ModelState:
