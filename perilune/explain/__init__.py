@@ -1,0 +1,1 @@
+"""How each mechanism works: formula, reference, and numbers and charts computed from a model. Imports nothing by itself."""

@@ -1,0 +1,5 @@
+"""Reports about runs, made from their folders alone: one self-contained page, and images for documents."""
+
+from perilune.report.build import build, images
+
+__all__ = ["build", "images"]

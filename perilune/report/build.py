@@ -1,0 +1,70 @@
+"""Build a report: read run folders, write one page, write images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from perilune.errors import RequestError
+from perilune.report import figures
+from perilune.report.collect import Run, collect
+from perilune.report.html import render
+from perilune.report.image import write_png
+from perilune.report.page import comparison_page, run_page
+from perilune.rundir import write_atomic
+
+IMAGES = {
+    "loss": figures.loss,
+    "bits-per-byte": figures.bits_per_byte,
+    "routing-balance": figures.routing_balance,
+    "routing-load": figures.routing_load,
+    "attnres-weights": figures.attnres,
+    "kda-half-lives": figures.half_lives,
+    "throughput": figures.throughput,
+}
+
+
+def build(runs: Sequence[str | Path], out: str | Path | None = None, *, compare: bool = False) -> Path:
+    """Write one self-contained HTML page about one or several runs; return where it is.
+
+    Args:
+        runs: names under `runs/`, or folders. Several are put side by side, and each one's own sections follow.
+        out: file to write; None = `report.html` in the run's folder, or `runs/comparison.html` for several.
+        compare: only the side-by-side part.
+
+    Raises:
+        RequestError: a folder is no run, `compare` has fewer than two runs, `out` cannot be written, or the extra
+            `report` is not installed.
+    """
+    if not runs:
+        raise RequestError("no run was named; give the name of a run under runs/, or its folder")
+    if compare and len(runs) < 2:
+        raise RequestError(f"--compare was given {len(runs)} run; name at least two, or leave --compare out")
+    read = [collect(run) for run in runs]
+    page = run_page(read[0]) if len(read) == 1 else comparison_page(read, details=not compare)
+    default = read[0].path / "report.html" if len(read) == 1 else read[0].path.parent / "comparison.html"
+    path = Path(out) if out is not None else default
+    if path.is_dir():
+        raise RequestError(f"--out {path} is a folder; give the name of a file, for example {path / 'report.html'}")
+    text = render(page)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode("utf-8"))
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+    return path
+
+
+def images(run: str | Path, folder: str | Path) -> list[Path]:
+    """Write the run's main pictures as PNG files into `folder`; return those written (parts the run lacks are left out).
+
+    Raises:
+        RequestError: no run there, or matplotlib is not installed.
+    """
+    found: Run = collect(run)
+    written = []
+    for name, draw in IMAGES.items():
+        chart = draw(found)
+        if chart is not None:
+            written.append(write_png(chart, Path(folder) / f"{name}.png"))
+    return written
