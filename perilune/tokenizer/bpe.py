@@ -80,7 +80,11 @@ class BPETokenizer(Tokenizer):
                 f"tokenizer.json lacks single-byte tokens for {len(missing)} of 256 bytes, e.g. {min(missing)}"
             )
         self._byte_id = {data[0]: token_id for token_id, data in self._bytes.items() if len(data) == 1}
-        self.vocab_size = 1 + max(max(self._bytes), max(self.special.ids.values()))
+        known = set(self._bytes) | set(self.special.ids.values())
+        self.vocab_size = 1 + max(known)
+        if len(known) != self.vocab_size:
+            gap = min(set(range(self.vocab_size)) - known)
+            raise ConfigError(f"tokenizer.json has no token for id {gap}; ids must be 0 to {self.vocab_size - 1} without gaps")
         self.fingerprint = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
         self._definition = definition
         full["added_tokens"], full["post_processor"] = [], None

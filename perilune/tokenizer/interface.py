@@ -75,6 +75,10 @@ class Tokenizer(ABC):
         stream = StreamDecoder(self, skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
+    def byte_lengths(self) -> list[int]:
+        """Bytes of every id of the vocabulary; 0 for control ids."""
+        return [0 if i in self.special else len(self.token_bytes(i)) for i in range(self.vocab_size)]
+
     def piece(self, token_id: int) -> str:
         """One id for display: a control token's name, or the text of its bytes with other bytes as `\\xNN`."""
         if token_id in self.special:
