@@ -33,25 +33,23 @@
 
 #else
 
-/* <v, v> and <v, c> in one read. 16 lanes each keep the chains short. */
+/* <v, v> and <v, c> in one read; four chains of vectors, so that the adder's latency does not set the pace. */
 PL_INLINE float NAME(products)(const T *restrict v, const float *restrict c, int64_t D, float *squares) {
-    float s[16] = {0}, u[16] = {0};
-    int64_t d = 0;
-    for (; d + 16 <= D; d += 16)
-        for (int l = 0; l < 16; l++) {
-            float a = LOAD(v[d + l]);
-            s[l] += a * a;
-            u[l] += a * c[d + l];
-        }
-    for (int l = 0; d + l < D; l++) {
-        float a = LOAD(v[d + l]);
-        s[l] += a * a;
-        u[l] += a * c[d + l];
+    int64_t half = D / 2;
+    const T *restrict w = v + half;
+    const float *restrict e = c + half;
+    float s = 0.0f, t = 0.0f, u = 0.0f, x = 0.0f;
+#pragma omp simd reduction(+ : s, t, u, x)
+    for (int64_t d = 0; d < half; d++) {
+        float a = LOAD(v[d]), b = LOAD(w[d]);
+        s += a * a;
+        u += a * c[d];
+        t += b * b;
+        x += b * e[d];
     }
-    for (int width = 8; width; width >>= 1)
-        for (int l = 0; l < width; l++) s[l] += s[l + width], u[l] += u[l + width];
-    *squares = s[0];
-    return u[0];
+    float last = D % 2 ? LOAD(v[D - 1]) : 0.0f;
+    *squares = s + t + last * last;
+    return u + x + (D % 2 ? last * c[D - 1] : 0.0f);
 }
 
 /* s_i = <v_i, c> rsqrt(mean v_i^2 + eps); p = softmax(s); out = sum_i p_i v_i. Writes p to weights [rows, M], and the
@@ -75,13 +73,23 @@ EXPORT void NAME(mix_forward)(const T *const *source, const int64_t *stride, con
         for (int64_t d0 = 0; d0 < D; d0 += TILE) {
             int64_t width = D - d0 < TILE ? D - d0 : TILE;
             float mix[TILE];
+#pragma omp simd
             for (int64_t d = 0; d < width; d++) mix[d] = 0.0f;
-            for (int64_t i = 0; i < M; i++) {
+            int64_t i = 0;
+            for (; i + 1 < M; i += 2) {
+                const T *restrict v = source[i] + n * stride[i] + d0, *restrict w = source[i + 1] + n * stride[i + 1] + d0;
+                float pv = p[i], pw = p[i + 1];
+#pragma omp simd
+                for (int64_t d = 0; d < width; d++) mix[d] += pv * LOAD(v[d]) + pw * LOAD(w[d]);
+            }
+            for (; i < M; i++) {
                 const T *restrict v = source[i] + n * stride[i] + d0;
-                float pi = p[i];
-                for (int64_t d = 0; d < width; d++) mix[d] += pi * LOAD(v[d]);
+                float pv = p[i];
+#pragma omp simd
+                for (int64_t d = 0; d < width; d++) mix[d] += pv * LOAD(v[d]);
             }
             T *restrict o = out + n * D + d0;
+#pragma omp simd
             for (int64_t d = 0; d < width; d++) o[d] = STORE(mix[d]);
         }
     }
@@ -99,6 +107,7 @@ EXPORT void NAME(mix_backward)(const T *const *source, const int64_t *stride, co
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         float *restrict share = partial + block * width_of_partial, *restrict along = share + D, *restrict back = along + M;
+#pragma omp simd
         for (int64_t d = 0; d < D; d++) share[d] = 0.0f;
         int64_t end = (block + 1) * group < rows ? (block + 1) * group : rows;
         for (int64_t n = block * group; n < end; n++) {
@@ -128,19 +137,23 @@ EXPORT void NAME(mix_backward)(const T *const *source, const int64_t *stride, co
                 float pi = p[i], a = along[i], k = back[i];
                 if (dsource[i]) {
                     T *restrict dv = dsource[i] + n * D;
+#pragma omp simd
                     for (int64_t d = 0; d < D; d++) {
                         float vd = LOAD(v[d]);
                         dv[d] = STORE(pi * LOAD(g[d]) + a * c[d] - k * vd);
                         share[d] += a * vd;
                     }
                 } else {
+#pragma omp simd
                     for (int64_t d = 0; d < D; d++) share[d] += a * LOAD(v[d]);
                 }
             }
         }
     }
+#pragma omp simd
     for (int64_t d = 0; d < D; d++) dc[d] = 0.0f;
     for (int64_t block = 0; block < blocks; block++)
+#pragma omp simd
         for (int64_t d = 0; d < D; d++) dc[d] += partial[block * width_of_partial + d];
 }
 

@@ -14,19 +14,51 @@
 #define CHANNEL_BLOCK 512 /* channels that one convolution task handles: its tap rows and weights stay in L1 */
 #define MAX_TAPS 16
 
-/* sigma(x) and its derivative from one exponential, both relatively accurate in both tails. */
-PL_INLINE float sigmoid_slope(float x, float *slope) {
-    float e = pl_expf(-pl_absf(x));
-    float s = 1.0f / (1.0f + e);
-    *slope = e * s * s;
-    return x < 0.0f ? e * s : s;
+/* e^x = power * (1 + tail) for x <= 0, clamped where e^x would leave the normal range (1e-38). Half the work of pl_expf,
+ * and power * tail + (power - 1) is e^x - 1 without cancellation. NaN stays NaN through tail. */
+PL_INLINE float exp_parts(float x, float *power) {
+    x = x < -87.0f ? -87.0f : x;
+    const float rounding = 12582912.0f; /* 1.5 * 2^23 leaves round(x / ln2) in the low mantissa bits */
+    float shifted = x * 1.44269504088896f + rounding;
+    float whole = shifted - rounding;
+    float r = x - whole * 0.693359375f; /* ln2 in two parts */
+    r = r - whole * -2.12194440054690581e-4f;
+    float q = 1.393364352e-3f; /* e^r = 1 + r + r^2 q, as in math.h */
+    q = q * r + 8.363175565e-3f;
+    q = q * r + 4.166646498e-2f;
+    q = q * r + 1.666657700e-1f;
+    q = q * r + 0.5f;
+    *power = pl_from_bits((pl_bits(shifted) << 23) + (127u << 23));
+    return (r * r) * q + r;
 }
 
-/* 1 - tanh^2 x = 4q / (1 + q)^2, q = e^-2|x|: no cancellation, exactly 0 once q underflows. */
-PL_INLINE float tanh_slope(float x) {
-    float q = pl_expf(-2.0f * pl_absf(x));
-    float r = 1.0f / (1.0f + q);
-    return 4.0f * q * r * r;
+/* sigma(x) and its derivative, both relatively accurate in both tails. */
+PL_INLINE float sigmoid_slope(float x, float *slope) {
+    float power, tail = exp_parts(-pl_absf(x), &power);
+    float e = power * tail + power;
+    float s = 1.0f / (1.0f + e), other = e * s;
+    *slope = other * s;
+    return x < 0.0f ? other : s;
+}
+
+PL_INLINE float sigmoid(float x) {
+    float slope;
+    return sigmoid_slope(x, &slope);
+}
+
+/* tanh x = -m / (2 + m) with m = e^-2|x| - 1, and its derivative 4q / (1 + q)^2 with q = 1 + m: neither cancels, near 0
+ * or far out, where the derivative goes to 0. */
+PL_INLINE float tanh_slope(float x, float *slope) {
+    float power, tail = exp_parts(-2.0f * pl_absf(x), &power);
+    float m = power * tail + (power - 1.0f), q = power * tail + power;
+    float r = 1.0f / (2.0f + m), t = -m * r;
+    *slope = 4.0f * q * (r * r);
+    return x < 0.0f ? -t : t;
+}
+
+PL_INLINE float tanh_only(float x) {
+    float slope;
+    return tanh_slope(x, &slope);
 }
 
 /* log x for a normal x >= 1 (a softmax denominator); NaN passes. */
@@ -67,16 +99,17 @@ static void add_partials(const float *restrict partial, float *restrict total, i
 
 #else
 
-/* sum of a*a over n, in 32 lanes and then across them: short chains, so the error grows with n / 32 only. */
+/* sum of a*a over n; two chains of vectors, so that the adder's latency does not set the pace. */
 PL_INLINE float NAME(sum_squares)(const T *restrict a, int64_t n) {
-    float lane[32] = {0};
-    int64_t d = 0;
-    for (; d + 32 <= n; d += 32)
-        for (int l = 0; l < 32; l++) lane[l] += LOAD(a[d + l]) * LOAD(a[d + l]);
-    for (int l = 0; d + l < n; l++) lane[l] += LOAD(a[d + l]) * LOAD(a[d + l]);
-    for (int width = 16; width; width >>= 1)
-        for (int l = 0; l < width; l++) lane[l] += lane[l + width];
-    return lane[0];
+    int64_t half = n / 2;
+    const T *restrict b = a + half;
+    float s = 0.0f, t = 0.0f;
+#pragma omp simd reduction(+ : s, t)
+    for (int64_t d = 0; d < half; d++) {
+        s += LOAD(a[d]) * LOAD(a[d]);
+        t += LOAD(b[d]) * LOAD(b[d]);
+    }
+    return s + t + (n % 2 ? LOAD(a[n - 1]) * LOAD(a[n - 1]) : 0.0f);
 }
 
 /* y = x * w * rsqrt(inverse * sum x^2 + eps); inverse is 1/D for RMSNorm and 1 for the L2 norm. w and rstd may be NULL. */
@@ -89,8 +122,10 @@ EXPORT void NAME(norm_forward)(const T *restrict x, int64_t x_stride, const floa
         float r = pl_rsqrtf(NAME(sum_squares)(a, D) * inverse + eps);
         if (rstd) rstd[n] = r;
         if (w) {
+#pragma omp simd
             for (int64_t d = 0; d < D; d++) b[d] = STORE(LOAD(a[d]) * r * w[d]);
         } else {
+#pragma omp simd
             for (int64_t d = 0; d < D; d++) b[d] = STORE(LOAD(a[d]) * r);
         }
     }
@@ -104,6 +139,7 @@ EXPORT void NAME(norm_backward)(const T *restrict x, int64_t x_stride, const flo
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         float *p = partial + block * D;
+#pragma omp simd
         for (int64_t d = 0; d < D; d++) p[d] = 0.0f;
         int64_t end = (block + 1) * group < rows ? (block + 1) * group : rows;
         for (int64_t n = block * group; n < end; n++) {
@@ -114,6 +150,7 @@ EXPORT void NAME(norm_backward)(const T *restrict x, int64_t x_stride, const flo
 #pragma omp simd reduction(+ : dot)
                 for (int64_t d = 0; d < D; d++) dot += LOAD(g[d]) * w[d] * LOAD(a[d]);
                 float k = dot * inverse * r * r * r;
+#pragma omp simd
                 for (int64_t d = 0; d < D; d++) {
                     float gd = LOAD(g[d]), ad = LOAD(a[d]);
                     out[d] = STORE(r * (gd * w[d]) - k * ad);
@@ -123,6 +160,7 @@ EXPORT void NAME(norm_backward)(const T *restrict x, int64_t x_stride, const flo
 #pragma omp simd reduction(+ : dot)
                 for (int64_t d = 0; d < D; d++) dot += LOAD(g[d]) * LOAD(a[d]);
                 float k = dot * inverse * r * r * r;
+#pragma omp simd
                 for (int64_t d = 0; d < D; d++) out[d] = STORE(r * LOAD(g[d]) - k * LOAD(a[d]));
             }
         }
@@ -140,7 +178,8 @@ EXPORT void NAME(gated_norm_forward)(const T *restrict x, int64_t x_stride, cons
         T *b = y + n * D;
         float r = pl_rsqrtf(NAME(sum_squares)(a, D) * inverse + eps);
         if (rstd) rstd[n] = r;
-        for (int64_t d = 0; d < D; d++) b[d] = STORE(LOAD(a[d]) * r * w[d] * pl_sigmoidf(LOAD(z[d])));
+#pragma omp simd
+        for (int64_t d = 0; d < D; d++) b[d] = STORE(LOAD(a[d]) * r * w[d] * sigmoid(LOAD(z[d])));
     }
 }
 
@@ -154,6 +193,7 @@ EXPORT void NAME(gated_norm_backward)(const T *restrict x, int64_t x_stride, con
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         float *restrict p = partial + block * 2 * D, *restrict g = p + D;
+#pragma omp simd
         for (int64_t d = 0; d < D; d++) p[d] = 0.0f;
         int64_t end = (block + 1) * group < rows ? (block + 1) * group : rows;
         for (int64_t n = block * group; n < end; n++) {
@@ -170,6 +210,7 @@ EXPORT void NAME(gated_norm_backward)(const T *restrict x, int64_t x_stride, con
                 dot += g[d] * hat;
             }
             float k = dot * inverse * r * r;
+#pragma omp simd
             for (int64_t d = 0; d < D; d++) da[d] = STORE(r * g[d] - k * LOAD(a[d]));
         }
     }
@@ -181,10 +222,11 @@ EXPORT void NAME(gated_norm_backward)(const T *restrict x, int64_t x_stride, con
 PL_INLINE void NAME(glu_row)(const T *restrict a, const T *restrict b, T *restrict y, int64_t F, float beta, float cap,
                              int capped_gate, int capped_up) {
     float inverse_beta = capped_gate ? 1.0f / beta : 0.0f, inverse_cap = capped_up ? 1.0f / cap : 0.0f;
+#pragma omp simd
     for (int64_t f = 0; f < F; f++) {
         float g = LOAD(a[f]), u = LOAD(b[f]);
-        float left = (capped_gate ? beta * pl_tanhf(g * inverse_beta) : g) * pl_sigmoidf(g);
-        y[f] = STORE(left * (capped_up ? cap * pl_tanhf(u * inverse_cap) : u));
+        float left = (capped_gate ? beta * tanh_only(g * inverse_beta) : g) * sigmoid(g);
+        y[f] = STORE(left * (capped_up ? cap * tanh_only(u * inverse_cap) : u));
     }
 }
 
@@ -203,13 +245,13 @@ EXPORT void NAME(glu_forward)(const T *restrict a, int64_t a_stride, const T *re
 PL_INLINE void NAME(glu_row_backward)(const T *restrict a, const T *restrict b, const T *restrict dy, T *restrict da,
                                       T *restrict db, int64_t F, float beta, float cap, int capped_gate, int capped_up) {
     float inverse_beta = capped_gate ? 1.0f / beta : 0.0f, inverse_cap = capped_up ? 1.0f / cap : 0.0f;
+#pragma omp simd
     for (int64_t f = 0; f < F; f++) {
         float g = LOAD(a[f]), u = LOAD(b[f]), e = LOAD(dy[f]);
         float slope, s = sigmoid_slope(g, &slope);
-        float t = capped_gate ? beta * pl_tanhf(g * inverse_beta) : g;
-        float dt = capped_gate ? tanh_slope(g * inverse_beta) : 1.0f;
-        float v = capped_up ? cap * pl_tanhf(u * inverse_cap) : u;
-        float dv = capped_up ? tanh_slope(u * inverse_cap) : 1.0f;
+        float dt = 1.0f, dv = 1.0f;
+        float t = capped_gate ? beta * tanh_slope(g * inverse_beta, &dt) : g;
+        float v = capped_up ? cap * tanh_slope(u * inverse_cap, &dv) : u;
         da[f] = STORE(e * v * (dt * s + t * slope));
         db[f] = STORE(e * t * s * dv);
     }
@@ -228,21 +270,50 @@ EXPORT void NAME(glu_backward)(const T *restrict a, int64_t a_stride, const T *r
     }
 }
 
-/* pre[c] = sum_j w[j, c] tap_j[c]; the four-tap case is written out so that the compiler sees one fused loop. */
-PL_INLINE void NAME(taps)(const T *const *tap, const float *restrict w, int64_t X, int64_t c0, int64_t n, int W,
-                          float *restrict pre) {
-    if (W == 4) {
-        const T *restrict t0 = tap[0] + c0, *restrict t1 = tap[1] + c0, *restrict t2 = tap[2] + c0, *restrict t3 = tap[3] + c0;
+/* out[c] = sum_j w_j[c] row_j[c] over up to W rows; four at a time, so that the usual case is one fused loop. */
+PL_INLINE void NAME(weighted_rows)(const T *const *row, const float *w, int64_t X, int64_t c0, int64_t n, int W,
+                                   float *restrict out) {
+    int j = 0;
+    if (W >= 4) {
+        const T *restrict r0 = row[0] + c0, *restrict r1 = row[1] + c0, *restrict r2 = row[2] + c0, *restrict r3 = row[3] + c0;
         const float *restrict w0 = w + c0, *restrict w1 = w0 + X, *restrict w2 = w1 + X, *restrict w3 = w2 + X;
+#pragma omp simd
         for (int64_t c = 0; c < n; c++)
-            pre[c] = w0[c] * LOAD(t0[c]) + w1[c] * LOAD(t1[c]) + w2[c] * LOAD(t2[c]) + w3[c] * LOAD(t3[c]);
-        return;
+            out[c] = w0[c] * LOAD(r0[c]) + w1[c] * LOAD(r1[c]) + w2[c] * LOAD(r2[c]) + w3[c] * LOAD(r3[c]);
+        j = 4;
+    } else {
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) out[c] = 0.0f;
     }
-    for (int64_t c = 0; c < n; c++) pre[c] = 0.0f;
-    for (int j = 0; j < W; j++) {
-        const T *restrict t = tap[j] + c0;
+    for (; j < W; j++) {
+        const T *restrict r = row[j] + c0;
         const float *restrict wj = w + j * X + c0;
-        for (int64_t c = 0; c < n; c++) pre[c] += wj[c] * LOAD(t[c]);
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) out[c] += wj[c] * LOAD(r[c]);
+    }
+}
+
+/* share[j, c] += d[c] tap_j[c] for every tap. */
+PL_INLINE void NAME(weight_share)(const T *const *tap, const float *restrict d, int64_t X, int64_t c0, int64_t n, int W,
+                                  float *share) {
+    int j = 0;
+    if (W >= 4) {
+        const T *restrict t0 = tap[0] + c0, *restrict t1 = tap[1] + c0, *restrict t2 = tap[2] + c0, *restrict t3 = tap[3] + c0;
+        float *restrict s0 = share, *restrict s1 = s0 + X, *restrict s2 = s1 + X, *restrict s3 = s2 + X;
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) {
+            s0[c] += d[c] * LOAD(t0[c]);
+            s1[c] += d[c] * LOAD(t1[c]);
+            s2[c] += d[c] * LOAD(t2[c]);
+            s3[c] += d[c] * LOAD(t3[c]);
+        }
+        j = 4;
+    }
+    for (; j < W; j++) {
+        const T *restrict t = tap[j] + c0;
+        float *restrict s = share + j * X;
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) s[c] += d[c] * LOAD(t[c]);
     }
 }
 
@@ -272,9 +343,10 @@ EXPORT void NAME(conv_forward)(const T *x, int64_t batch_stride, int64_t stride,
         for (int64_t t = t0; t < t1; t++) {
             NAME(tap_rows)(tap, x + b * batch_stride, stride, window ? window + b * (W - 1) * X : 0, zeros, X, t,
                            first ? first + b * L : 0, W);
-            NAME(taps)(tap, w, X, c0, n, W, pre);
+            NAME(weighted_rows)(tap, w, X, c0, n, W, pre);
             T *restrict out = y + (b * L + t) * X + c0;
-            for (int64_t c = 0; c < n; c++) out[c] = STORE(pre[c] * pl_sigmoidf(pre[c]));
+#pragma omp simd
+            for (int64_t c = 0; c < n; c++) out[c] = STORE(pre[c] * sigmoid(pre[c]));
         }
     }
 }
@@ -296,6 +368,7 @@ EXPORT void NAME(conv_backward)(const T *x, int64_t batch_stride, int64_t stride
         float ring[MAX_TAPS][CHANNEL_BLOCK];
         float *share = partial + task / channels * W * X + c0;
         for (int j = 0; j < W; j++)
+#pragma omp simd
             for (int64_t c = 0; c < n; c++) share[j * X + c] = 0.0f;
         int64_t next = t0;
         for (int64_t s = t0 == 0 && dwindow ? 1 - W : t0; s < t1; s++) {
@@ -304,27 +377,35 @@ EXPORT void NAME(conv_backward)(const T *x, int64_t batch_stride, int64_t stride
                 float *restrict d = ring[next % W];
                 NAME(tap_rows)(tap, x + b * batch_stride, stride, window ? window + b * (W - 1) * X : 0, zeros, X, next,
                                starts, W);
-                NAME(taps)(tap, w, X, c0, n, W, d);
+                NAME(weighted_rows)(tap, w, X, c0, n, W, d);
                 const T *restrict e = dy + b * dy_batch_stride + next * dy_stride + c0;
+#pragma omp simd
                 for (int64_t c = 0; c < n; c++) {
                     float slope, g = sigmoid_slope(d[c], &slope);
                     d[c] = LOAD(e[c]) * (g + d[c] * slope);
                 }
-                if (next < t1)
-                    for (int j = 0; j < W; j++) {
-                        const T *restrict t = tap[j] + c0;
-                        float *restrict p = share + j * X;
-                        for (int64_t c = 0; c < n; c++) p[c] += d[c] * LOAD(t[c]);
-                    }
+                if (next < t1) NAME(weight_share)(tap, d, X, c0, n, W, share);
             }
-            float sum[CHANNEL_BLOCK] = {0};
-            for (int64_t reader = s < 0 ? 0 : s; reader <= last; reader++) {
-                if (starts && starts[reader] > s) break; /* a later document; so are all that follow */
-                const float *restrict d = ring[reader % W];
-                const float *restrict wj = w + (s + W - 1 - reader) * X + c0;
-                for (int64_t c = 0; c < n; c++) sum[c] += wj[c] * d[c];
+            float sum[CHANNEL_BLOCK];
+            if (W == 4 && s >= 0 && last == s + 3 && !(starts && starts[last] > s)) {
+                const float *restrict d0 = ring[s % 4], *restrict d1 = ring[(s + 1) % 4];
+                const float *restrict d2 = ring[(s + 2) % 4], *restrict d3 = ring[(s + 3) % 4];
+                const float *restrict w0 = w + c0, *restrict w1 = w0 + X, *restrict w2 = w1 + X, *restrict w3 = w2 + X;
+#pragma omp simd
+                for (int64_t c = 0; c < n; c++) sum[c] = w3[c] * d0[c] + w2[c] * d1[c] + w1[c] * d2[c] + w0[c] * d3[c];
+            } else {
+#pragma omp simd
+                for (int64_t c = 0; c < n; c++) sum[c] = 0.0f;
+                for (int64_t reader = s < 0 ? 0 : s; reader <= last; reader++) {
+                    if (starts && starts[reader] > s) break; /* a later document; so are all that follow */
+                    const float *restrict d = ring[reader % W];
+                    const float *restrict wj = w + (s + W - 1 - reader) * X + c0;
+#pragma omp simd
+                    for (int64_t c = 0; c < n; c++) sum[c] += wj[c] * d[c];
+                }
             }
             T *restrict out = (s < 0 ? dwindow + (b * (W - 1) + s + W - 1) * X : dx + (b * L + s) * X) + c0;
+#pragma omp simd
             for (int64_t c = 0; c < n; c++) out[c] = STORE(sum[c]);
         }
     }
@@ -344,6 +425,7 @@ EXPORT void NAME(conv_step)(const T *x, int64_t stride, const float *w, const T 
         T *restrict out = y + b * X + c0, *restrict fresh = new_window + (b * X + c0) * (W - 1);
         float pre[CHANNEL_BLOCK];
         if (W == 4) {
+#pragma omp simd
             for (int64_t c = 0; c < n; c++) {
                 T a1 = old[3 * c + 1], a2 = old[3 * c + 2], a3 = in[c];
                 pre[c] = weight[4 * c] * LOAD(old[3 * c]) + weight[4 * c + 1] * LOAD(a1) + weight[4 * c + 2] * LOAD(a2) +
@@ -351,6 +433,7 @@ EXPORT void NAME(conv_step)(const T *x, int64_t stride, const float *w, const T 
                 fresh[3 * c] = a1, fresh[3 * c + 1] = a2, fresh[3 * c + 2] = a3;
             }
         } else {
+#pragma omp simd
             for (int64_t c = 0; c < n; c++) {
                 float sum = 0.0f;
                 for (int j = 0; j < W - 1; j++) {
@@ -360,7 +443,8 @@ EXPORT void NAME(conv_step)(const T *x, int64_t stride, const float *w, const T 
                 pre[c] = sum + weight[c * W + W - 1] * LOAD(in[c]);
             }
         }
-        for (int64_t c = 0; c < n; c++) out[c] = STORE(pre[c] * pl_sigmoidf(pre[c]));
+#pragma omp simd
+        for (int64_t c = 0; c < n; c++) out[c] = STORE(pre[c] * sigmoid(pre[c]));
     }
 }
 
