@@ -92,6 +92,52 @@ def test_the_floor_check_sees_each_form(source):
     assert newer_torch_uses(source)
 
 
+def import_without(missing: set[str], modules: list[str]) -> str:
+    """Import `modules` in a fresh interpreter in which `missing` cannot be imported; returns what went wrong, or ""."""
+    code = (
+        f"import sys, importlib; sys.modules.update(dict.fromkeys({sorted(missing)!r}))\n"
+        f"for name in {modules!r}: importlib.import_module(name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+def modules_of(part: str) -> list[str]:
+    """Dotted names of every tracked module in a part of the package."""
+    paths = tracked(f"perilune/{part}.py", f"perilune/{part}/*.py")
+    names = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in paths]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def test_config_shapes_and_run_folders_work_where_torch_is_not_installed():
+    modules = [name for part in sorted(TORCH_FREE) for name in modules_of(part)]
+    assert import_without({"torch", "transformers"}, modules) == ""
+
+
+def test_everything_below_the_leaves_imports_without_the_libraries_of_the_leaves():
+    parts = parts_of_the_package() - {"cli", "report", "bench", "explain"}
+    modules = [name for part in sorted(parts) for name in modules_of(part)]
+    modules = [name for name in modules if not name.startswith(("perilune.serve.api", "perilune.config.parse"))]
+    libraries = {
+        "starlette",
+        "uvicorn",
+        "msgspec",
+        "tyro",
+        "rich",
+        "plotly",
+        "matplotlib",
+        "jinja2",
+        "pyarrow",
+        "PIL",
+        "triton",
+    }
+    assert import_without(libraries, modules) == ""
+
+
+def test_the_import_check_sees_a_missing_library():
+    assert "json" in import_without({"json"}, ["perilune.rundir"])
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
 def test_help_and_version_do_not_import_torch(arguments):
     code = (
