@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
-from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, parameter, threads_for
+from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, fresh, parameter, threads_for
 
 
 def select(x: Tensor, *others: Tensor) -> Choice:
@@ -156,7 +156,7 @@ def _torch_norm_backward(x, weight_D, rstd, dy, inverse):
 def _native_norm(x, weight_D, eps, inverse, statistics=True):
     width = x.shape[-1]
     x_rows, stride = as_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = fresh(x)
     rows = x.numel() // width if width else 0
     rstd = torch.empty(rows) if statistics else None
     weight = None if weight_D is None else parameter(weight_D)
@@ -171,7 +171,7 @@ def _native_norm_backward(x, weight_D, rstd, dy, inverse):
     blocks = blocks_for(rows)
     x_rows, stride = as_rows(x)
     dy_rows, dy_stride = as_rows(dy)
-    dx = torch.empty(x.shape, dtype=x.dtype)
+    dx = fresh(x)
     partial = torch.empty(blocks, width)
     weight = None if weight_D is None else parameter(weight_D)
     dweight_D = None if weight_D is None else torch.empty(width)
@@ -218,7 +218,7 @@ def _native_gated_norm(o, gate, weight_V, eps, statistics=True):
     o_rows, o_stride = as_rows(o)
     gate_rows, gate_stride = as_rows(gate)
     weight = parameter(weight_V)
-    y = torch.empty(o.shape, dtype=o.dtype)
+    y = fresh(o)
     rstd = torch.empty(rows) if statistics else None
     entry("elementwise", "gated_norm_forward", o.dtype, "plplpppllffi")(
         o_rows.data_ptr(), o_stride, gate_rows.data_ptr(), gate_stride, weight.data_ptr(), y.data_ptr(),
@@ -233,7 +233,7 @@ def _native_gated_norm_backward(o, gate, weight_V, rstd, dy):
     gate_rows, gate_stride = as_rows(gate)
     dy_rows, dy_stride = as_rows(dy)
     weight = parameter(weight_V)
-    do, dgate = torch.empty(o.shape, dtype=o.dtype), torch.empty(o.shape, dtype=gate.dtype)
+    do, dgate = fresh(o), fresh(o)
     partial, dweight_V = torch.empty(blocks, 2, width), torch.empty(width)
     entry("elementwise", "gated_norm_backward", o.dtype, "plplpppl" + "pppplll" + "fi")(
         o_rows.data_ptr(), o_stride, gate_rows.data_ptr(), gate_stride, weight.data_ptr(), rstd.data_ptr(),

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
-from perilune.ops.native.rows import choose, entry, parameter, threads_for
+from perilune.ops.native.rows import choose, entry, fresh, parameter, threads_for
 from perilune.ops.segments import Segments
 
 MAX_NATIVE_TAPS = 16
@@ -212,7 +212,7 @@ def _pointer(x: Tensor | None) -> int | None:
 def _native_forward(x_BTX, weight_XW, window_BXW1, segments):
     batch, length, width = x_BTX.shape
     x, weight, window, first, zeros = _native_inputs(x_BTX, weight_XW, window_BXW1, segments)
-    y_BTX = torch.empty(x_BTX.shape, dtype=x_BTX.dtype)
+    y_BTX = fresh(x_BTX)
     entry("elementwise", "conv_forward", x.dtype, "pllppppplllili")(
         x.data_ptr(), x.stride(0), x.stride(1), weight.data_ptr(), _pointer(window), _pointer(first), zeros.data_ptr(),
         y_BTX.data_ptr(), batch, length, width, weight_XW.shape[1], TIME_BLOCK, threads_for(x.numel()))  # fmt: skip
@@ -224,7 +224,7 @@ def _native_backward(x_BTX, weight_XW, window_BXW1, segments, dy_BTX):
     taps = weight_XW.shape[1]
     x, weight, window, first, zeros = _native_inputs(x_BTX, weight_XW, window_BXW1, segments)
     dy = _with_unit_stride(dy_BTX)
-    dx_BTX = torch.empty(x_BTX.shape, dtype=x_BTX.dtype)
+    dx_BTX = fresh(x_BTX)
     dwindow = None if window is None else torch.zeros_like(window)
     partial = torch.empty(batch * -(-length // TIME_BLOCK), taps, width)
     dweight_WX = torch.empty(taps, width)
@@ -239,7 +239,7 @@ def _native_backward(x_BTX, weight_XW, window_BXW1, segments, dy_BTX):
 def _native_step(x_BTX, weight_XW, window_BXW1):
     batch, _, width = x_BTX.shape
     x, window, weight = _with_unit_stride(x_BTX), window_BXW1.contiguous(), parameter(weight_XW)
-    y_BTX, new_window = torch.empty(x_BTX.shape, dtype=x_BTX.dtype), torch.empty_like(window)
+    y_BTX, new_window = fresh(x_BTX), torch.empty_like(window)
     entry("elementwise", "conv_step", x.dtype, "plppppllii")(
         x.data_ptr(), x.stride(0), weight.data_ptr(), window.data_ptr(), y_BTX.data_ptr(), new_window.data_ptr(), batch,
         width, weight_XW.shape[1], threads_for(x.numel()))  # fmt: skip

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
-from perilune.ops.native.rows import as_rows, choose, entry, threads_for
+from perilune.ops.native.rows import as_rows, choose, entry, fresh, threads_for
 
 
 def select(gate: Tensor, up: Tensor) -> Choice:
@@ -140,7 +140,7 @@ def _native_forward(gate, up, beta, linear_beta):
     rows = gate.numel() // width if width else 0
     gate_rows, gate_stride = as_rows(gate)
     up_rows, up_stride = as_rows(up)
-    y = torch.empty(gate.shape, dtype=gate.dtype)
+    y = fresh(gate)
     entry("elementwise", "glu_forward", gate.dtype, "plplpllffi")(
         gate_rows.data_ptr(), gate_stride, up_rows.data_ptr(), up_stride, y.data_ptr(), rows, width, beta or 0.0,
         linear_beta or 0.0, threads_for(rows * width))  # fmt: skip
@@ -153,7 +153,7 @@ def _native_backward(gate, up, dy, beta, linear_beta):
     gate_rows, gate_stride = as_rows(gate)
     up_rows, up_stride = as_rows(up)
     dy_rows, dy_stride = as_rows(dy)
-    dgate, dup = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
+    dgate, dup = fresh(gate), fresh(gate)
     entry("elementwise", "glu_backward", gate.dtype, "plplplppllffi")(
         gate_rows.data_ptr(), gate_stride, up_rows.data_ptr(), up_stride, dy_rows.data_ptr(), dy_stride, dgate.data_ptr(),
         dup.data_ptr(), rows, width, beta or 0.0, linear_beta or 0.0, threads_for(rows * width))  # fmt: skip

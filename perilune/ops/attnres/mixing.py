@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from perilune.errors import ConfigError
 from perilune.ops.attnres.reference import mix_reference, mix_weights_reference
 from perilune.ops.choice import Choice
-from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, parameter, threads_for
+from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, fresh, parameter, threads_for
 
 
 def select(sources: Sequence[Tensor]) -> Choice:
@@ -54,7 +54,9 @@ def mix(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -> Tensor
     native = implementation == "native"
     if torch.is_grad_enabled() and (score_weight_D.requires_grad or any(source.requires_grad for source in sources)):
         return _Mix.apply(score_weight_D, eps, native, *sources)
-    return (_native_forward if native else _torch_forward)(sources, score_weight_D, eps)[0]
+    if native:
+        return _native_forward(sources, score_weight_D, eps, statistics=False)[0]
+    return _torch_forward(sources, score_weight_D, eps)[0]
 
 
 def mix_weights(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -> Tensor:
@@ -154,16 +156,18 @@ def _native_sources(sources: Sequence[Tensor]) -> tuple[list[Tensor], ctypes.Arr
     return list(rows), _pointers(rows), (ctypes.c_int64 * len(strides))(*strides)
 
 
-def _native_forward(sources, score_weight_D, eps):
+def _native_forward(sources, score_weight_D, eps, statistics=True):
     first = sources[0]
     count, width = len(sources), first.shape[-1]
     rows = first.numel() // width if width else 0
     kept, pointers, strides = _native_sources(sources)
     c_D = parameter(score_weight_D)
-    mixed = torch.empty(first.shape, dtype=first.dtype)
-    weights, rstd = torch.empty(2, rows, count)
+    mixed = fresh(first)
+    weights = torch.empty(rows, count)
+    rstd = torch.empty(rows, count) if statistics else None
     entry("attnres", "mix_forward", first.dtype, "pppppplllfi")(
-        pointers, strides, c_D.data_ptr(), mixed.data_ptr(), weights.data_ptr(), rstd.data_ptr(), rows, count, width, eps,
+        pointers, strides, c_D.data_ptr(), mixed.data_ptr(), weights.data_ptr(),
+        None if rstd is None else rstd.data_ptr(), rows, count, width, eps,
         threads_for(rows * count * width))  # fmt: skip
     return mixed, weights, rstd
 
@@ -176,7 +180,7 @@ def _native_backward(sources, score_weight_D, weights, rstd, dmix, wanted):
     kept, pointers, strides = _native_sources(sources)
     dmix_rows, dmix_stride = as_rows(dmix)
     c_D = parameter(score_weight_D)
-    dsources = [torch.empty(first.shape, dtype=first.dtype) if want else None for want in wanted]
+    dsources = [fresh(first) if want else None for want in wanted]
     partial, dscore_D = torch.empty(blocks, width + 2 * count), torch.empty(width)
     entry("attnres", "mix_backward", first.dtype, "ppppl" + "ppppp" + "lllli")(
         pointers, strides, c_D.data_ptr(), dmix_rows.data_ptr(), dmix_stride, weights.data_ptr(), rstd.data_ptr(),

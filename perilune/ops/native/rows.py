@@ -21,6 +21,8 @@ PARALLEL_ELEMENTS = 1 << 15  # below this, waking a second thread costs more tha
 MAX_BLOCKS = 64
 BLOCK_ROWS = 16
 
+# Libraries in use: asking `build` again would cost a decode step more than the kernels themselves.
+_loaded: dict[str, ctypes.CDLL] = {}
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ARGUMENT = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _NATIVE = Choice("native", "CPU tensors in float32 or bfloat16")
@@ -51,7 +53,7 @@ def _obstacle(library: str, activations: tuple[Tensor, ...]) -> str | None:
     if dtype not in _SUFFIX:
         return f"native kernels take float32 and bfloat16, not {dtype}"
     for x in activations:
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             return f"native kernels run on the CPU, the tensor is on {x.device.type}"
         if type(x) is not Tensor and type(x) is not Parameter:
             return f"native kernels need plain tensors, not {type(x).__name__}"
@@ -59,19 +61,22 @@ def _obstacle(library: str, activations: tuple[Tensor, ...]) -> str | None:
             return f"native kernels need one element type, not {dtype} and {x.dtype}"
     if torch.compiler.is_compiling():
         return "the call is being traced by torch.compile, which native kernels are invisible to"
-    return build.unavailable_reason(library)
+    if library not in _loaded:
+        reason = build.unavailable_reason(library)
+        if reason is not None:
+            return reason
+        _loaded[library] = build.load(library)
+    return None
 
 
 @cache
 def entry(library: str, function: str, dtype: torch.dtype, arguments: str) -> Callable[..., None]:
-    """Return the C function `<function>_<element type>` with its argument types set.
+    """Return the C function `<function>_<element type>` of a library that `choose` found, with its argument types set.
 
     Args:
         arguments: one letter an argument: p pointer (an int; None is NULL), l int64, f float, i int.
     """
-    loaded = build.load(library)
-    assert loaded is not None, f"{library} was chosen although {build.unavailable_reason(library)}"
-    found = getattr(loaded, f"{function}_{_SUFFIX[dtype]}")
+    found = getattr(_loaded[library], f"{function}_{_SUFFIX[dtype]}")
     found.argtypes = [_ARGUMENT[letter] for letter in arguments]
     found.restype = None
     return found
@@ -90,6 +95,11 @@ def as_rows(x_ND: Tensor) -> tuple[Tensor, int]:
     if flat.stride(-1) != 1 and width > 1:
         return flat.contiguous(), width
     return flat, flat.stride(0)
+
+
+def fresh(x: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def parameter(weight: Tensor) -> Tensor:
