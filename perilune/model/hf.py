@@ -133,8 +133,14 @@ def load_published(model: Transformer, tensors: Mapping[str, Tensor] | Callable[
         view.copy_(value)
 
 
-def kimi_linear_config(cfg: ModelConfig) -> dict[str, Any]:
+def kimi_linear_config(
+    cfg: ModelConfig, *, bos: int | None = None, eos: int | None = None, pad: int | None = None
+) -> dict[str, Any]:
     """`config.json` of a model of the `kimi_linear` family (architecture §1.2); layer lists are 1-based.
+
+    Args:
+        cfg: the model.
+        bos, eos, pad: the tokenizer's special ids; None is written as null.
 
     Raises:
         ConfigError: the model is of no published family.
@@ -154,6 +160,9 @@ def kimi_linear_config(cfg: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": cfg.norm_eps,
         "initializer_range": cfg.init_range,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
         "tie_word_embeddings": False,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.state import RecurrentState
-from perilune.ops.kda import chunk_kda, kda_decode_step
-from perilune.ops.kda.gate import kda_gate, softplus_gate
+from perilune.ops.kda import chunk_kda, fused_kda_gate, kda_decode_step
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.segments import Segments
 from perilune.ops.short_conv import short_conv
@@ -59,7 +58,7 @@ class KDA(nn.Module):
 
     def log_decay(self, x_BTD: Tensor) -> Tensor:
         """Log-decays g `[B, T, H, K]`, the form that the probes read."""
-        return kda_gate(
+        return fused_kda_gate(
             self.decay_logit(x_BTD), self.A_log[: self.kda.num_heads], self.dt_bias, self.kda.gate_lower_bound
         )
 
@@ -149,7 +148,7 @@ class GatedDeltaNet(KDA):
 
     def log_decay(self, x_BTD: Tensor) -> Tensor:
         """Log-decays g broadcast over the key channels, `[B, T, H, K]`."""
-        g = softplus_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
+        g = fused_kda_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
         return g.expand(*g.shape[:-1], self.kda.head_dim)
 
     def _memory(self, q, k, v, x_BTD, initial, keep, segments):

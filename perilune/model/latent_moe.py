@@ -17,7 +17,8 @@ from perilune.config import ModelConfig, MoEConfig
 from perilune.model.linear import Linear
 from perilune.model.mlp import GatedMLP
 from perilune.model.norm import RMSNorm
-from perilune.ops.moe import BALANCERS, Balancer, Routing, in_recompute, route, routed_experts
+from perilune.ops.moe import BALANCERS, Balancer, Routing, in_recompute, moe_decode, route, routed_experts
+from perilune.ops.moe.decode import MAX_TOKENS
 
 
 class Router(nn.Module):
@@ -29,13 +30,17 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, cfg.hidden_size))
         self.register_buffer("bias", torch.zeros(moe.num_experts))
 
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """Scores before the sigmoid, `[N, E]`, in fp32 (fp64 for fp64 tokens)."""
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        return F.linear(x_ND.to(wide), self.weight.to(wide))
+
     def forward(self, x_ND: Tensor) -> Routing:
         """Route `[N, D]` tokens."""
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits = F.linear(x_ND.to(wide), self.weight.to(wide))
+        moe = self.moe
         return route(
-            logits, self.bias.to(wide), self.moe.experts_per_token,
-            renormalize=self.moe.renormalize, scaling_factor=self.moe.routed_scaling_factor,
+            self.logits(x_ND), self.bias, moe.experts_per_token,
+            renormalize=moe.renormalize, scaling_factor=moe.routed_scaling_factor,
         )  # fmt: skip
 
 
@@ -89,18 +94,28 @@ class LatentMoE(nn.Module):
         self.balancer.observe(routing.scores_NE, routing.cutoff_N, None, counts, self.router.bias)
         self.counts_E += counts
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Map `[B, T, D]` to `[B, T, D]`."""
+    def _routed(self, x_ND: Tensor, z_NL: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts' outputs, `[N, L]`."""
         cfg, moe, experts = self.cfg, self.moe, self.experts
-        x_ND = x_BTD.flatten(0, -2)
+        caps = {"beta": cfg.situ_beta, "linear_beta": cfg.situ_linear_beta}
+        if x_ND.shape[0] <= MAX_TOKENS and not torch.is_grad_enabled():
+            return moe_decode(
+                self.router.logits(x_ND), self.router.bias, z_NL, experts.w1, experts.w3, experts.w2,
+                moe.experts_per_token, cfg.activation, **caps,
+                renormalize=moe.renormalize, scaling_factor=moe.routed_scaling_factor,
+            )  # fmt: skip
         routing = self.router(x_ND)
         if self.training and torch.is_grad_enabled():
             self._observe(routing)
-        z = x_ND if moe.latent_size is None else self.down_proj(x_ND)
-        out = routed_experts(
-            z, routing.index_NA, routing.weight_NA, experts.w1.to(z.dtype), experts.w3.to(z.dtype), experts.w2.to(z.dtype),
-            cfg.activation, beta=cfg.situ_beta, linear_beta=cfg.situ_linear_beta,
-        )  # fmt: skip
+        return routed_experts(
+            z_NL, routing.index_NA, routing.weight_NA, experts.w1, experts.w3, experts.w2, cfg.activation, **caps
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map `[B, T, D]` to `[B, T, D]`."""
+        moe = self.moe
+        x_ND = x_BTD.flatten(0, -2)
+        out = self._routed(x_ND, x_ND if moe.latent_size is None else self.down_proj(x_ND))
         if moe.latent_size is not None:
             out = self.up_proj(self.norm(out) if moe.latent_norm else out)
         if moe.num_shared_experts:
