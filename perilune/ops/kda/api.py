@@ -17,15 +17,19 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
 from perilune.ops.kda.chunked import chunked
+from perilune.ops.kda.native import native, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
 
 
-def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say which implementation `chunk_kda` runs for activations of `dtype` on `device`, and why."""
+def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
+    """Say which implementation `chunk_kda` runs for inputs of these dtypes on `device`, and why."""
     wanted = forced()
     if wanted in ("reference", "torch"):
         return Choice(wanted, "demanded by PERILUNE_OPS or force()")
-    return Choice("torch", "chunked form in plain torch")
+    obstacle = unsuitable(torch.device(device), *dtypes)
+    if obstacle is None:
+        return Choice("native", "C kernel, float32 inside")
+    return Choice("torch", f"chunked form in plain torch: {obstacle}")
 
 
 @torch.compiler.disable
@@ -113,7 +117,11 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
 
 
 def _run(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
-    implementation = select(args.q.device, args.dtype).implementation
+    dtypes = (x.dtype for x in (args.q, args.k, args.v, args.g, args.beta))
+    same = args.q.dtype == args.k.dtype == args.v.dtype
+    implementation = select(args.q.device, *dtypes).implementation
+    if implementation == "native" and same and chunk_size is None:
+        return native(args)
     if implementation == "reference":
         o, state = recurrent_reference(args)
     else:

@@ -195,8 +195,8 @@ def _parallel_backward(
     dQd, dKd, dKr = dO @ S_T, -(E @ S_T), U @ dS_out.transpose(-1, -2)
     dq, dk = c.decay * dQd, c.decay * dKd + c.tail * dKr
     tail_term = c.k * c.tail * dKr
-    dG = c.decay * (c.q * dQd + c.k * dKd) - tail_term
-    dG[..., -1, :] += tail_term.sum(-2) + c.gamma.squeeze(-1) * (S * dS_out).sum(-1)
+    dG = c.decay * (c.q * dQd + c.k * dKd)
+    dG[..., -1, :] += c.gamma.squeeze(-1) * (S * dS_out).sum(-1)
 
     dbeta = (dR * R).sum(-1)
     for pair in pairs(c.g, bounded):
@@ -219,4 +219,5 @@ def _parallel_backward(
     dq += diagonal * c.k
     dk += diagonal * c.q
     dg = dG.flip(-2).cumsum(-2).flip(-2)
+    dg[..., 1:, :] += tail_term.cumsum(-2)[..., :-1, :]  # a row's decay scales what the rows before it write
     return dq, dk, E, dg, dbeta
