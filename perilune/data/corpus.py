@@ -6,11 +6,12 @@ library, about 12 MB without its tests. Nothing is downloaded and no third-party
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from perilune.data.document import Corpus, Document, LeftOut
@@ -31,7 +32,7 @@ def standard_library() -> Corpus:
         RequestError: the interpreter keeps no sources (a frozen or zipped library).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    corpus = _python_sources(root, "stdlib")
+    corpus = _python_sources(root, "stdlib") if root.is_dir() else Corpus(())
     if not corpus.documents:
         raise RequestError(f"{root} holds no Python sources; name your own text with --data.path")
     return corpus
@@ -44,20 +45,20 @@ def site_packages(packages: Sequence[str] = ()) -> Corpus:
         packages: top-level import names; empty = everything installed.
 
     Raises:
-        RequestError: a named package is not installed as sources.
+        RequestError: a named package is not installed as sources; suggests near names.
     """
-    corpora = [_python_sources(root, "site-packages", set(packages)) for root in _site_package_roots()]
-    corpus = Corpus.of(
+    roots = _site_package_roots()
+    installed = sorted({_top(entry) for root in roots for entry in root.iterdir() if _is_module(entry)})
+    missing = [name for name in packages if name not in installed]
+    if missing:
+        near = [match for name in missing for match in difflib.get_close_matches(name, installed)]
+        hint = f"did you mean {', '.join(near)}" if near else f"{len(installed)} packages are"
+        raise RequestError(f"no sources of {', '.join(missing)} are installed; {hint} in {', '.join(map(str, roots))}")
+    corpora = [_python_sources(root, "site-packages", packages or installed) for root in roots]
+    return Corpus.of(
         (document for part in corpora for document in part.documents),
         (item for part in corpora for item in part.left_out),
     )
-    found = {document.group.partition("/")[2] for document in corpus.documents}
-    missing = sorted(set(packages) - found)
-    if missing:
-        raise RequestError(
-            f"no sources installed for {', '.join(missing)}; installed: {', '.join(sorted(found)) or 'none'}"
-        )
-    return corpus
 
 
 def read_paths(paths: Sequence[str | Path], *, field: str = "text", on_bad_text: str = "error") -> Corpus:
@@ -111,18 +112,28 @@ def _site_package_roots() -> list[Path]:
     return [Path(path) for path in dict.fromkeys([paths["purelib"], paths["platlib"]])]
 
 
-def _python_sources(root: Path, label: str, packages: set[str] = frozenset()) -> Corpus:  # type: ignore[assignment]
+def _top(entry: Path) -> str:
+    return entry.name.removesuffix(".py")
+
+
+def _is_module(entry: Path) -> bool:
+    return entry.name.removesuffix(".py").isidentifier() and (entry.suffix == ".py" or entry.is_dir())
+
+
+def _python_sources(root: Path, label: str, modules: Collection[str] | None = None) -> Corpus:
+    """Sources of the top-level modules and packages in `root` (None = all)."""
     documents, left_out = [], []
-    for path in _walk(root, _NOT_SOURCES | _TESTS):
-        relative = path.relative_to(root).as_posix()
-        top = relative.partition("/")[0].removesuffix(".py")
-        if path.suffix != ".py" or (packages and top not in packages):
+    for top in sorted(root.iterdir()):
+        if top.name in _NOT_SOURCES | _TESTS or (modules is not None and _top(top) not in modules):
             continue
-        data = _read(path)
-        try:
-            documents.append(Document.of(f"{label}/{relative}", f"{label}/{top}", data.decode("utf-8")))
-        except UnicodeDecodeError:
-            left_out.append(LeftOut(f"{label}/{relative}", "not UTF-8", len(data)))
+        for path in _walk(top, _NOT_SOURCES | _TESTS) if top.is_dir() else [top]:
+            if path.suffix != ".py" or not path.is_file():
+                continue
+            name, data = f"{label}/{path.relative_to(root).as_posix()}", _read(path)
+            try:
+                documents.append(Document.of(name, f"{label}/{_top(top)}", data.decode("utf-8")))
+            except UnicodeDecodeError:
+                left_out.append(LeftOut(name, "not UTF-8", len(data)))
     return Corpus.of(documents, left_out)
 
 

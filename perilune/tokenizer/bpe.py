@@ -84,7 +84,9 @@ class BPETokenizer(Tokenizer):
         self.vocab_size = 1 + max(known)
         if len(known) != self.vocab_size:
             gap = min(set(range(self.vocab_size)) - known)
-            raise ConfigError(f"tokenizer.json has no token for id {gap}; ids must be 0 to {self.vocab_size - 1} without gaps")
+            raise ConfigError(
+                f"tokenizer.json has no token for id {gap}; ids must be 0 to {self.vocab_size - 1} without gaps"
+            )
         self.fingerprint = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
         self._definition = definition
         full["added_tokens"], full["post_processor"] = [], None

@@ -35,7 +35,9 @@ def test_idempotent(text):
 
 
 def test_corpus_texts_that_become_equal_are_left_out():
-    corpus = clean_corpus(Corpus.of([Document.of("a", "a", "x \n"), Document.of("b", "b", "x\n"), Document.of("c", "c", "\x00")]))
+    corpus = clean_corpus(
+        Corpus.of([Document.of("a", "a", "x \n"), Document.of("b", "b", "x\n"), Document.of("c", "c", "\x00")])
+    )
     assert [d.name for d in corpus.documents] == ["a"] and {i.name for i in corpus.left_out} == {"b", "c"}
 
 

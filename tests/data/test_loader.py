@@ -76,7 +76,9 @@ def test_an_epoch_shows_every_window_once(store):
     for epoch in range(2):
         windows = [source.window(epoch * count + i, 16, (1,)) for i in range(count)]
         seen = sorted(tuple(each.ids.tolist()) for each in windows)
-        phases = [p for p in range(32) if sorted(tuple(stream[p + 16 * i : p + 16 * i + 16]) for i in range(count)) == seen]
+        phases = [
+            p for p in range(32) if sorted(tuple(stream[p + 16 * i : p + 16 * i + 16]) for i in range(count)) == seen
+        ]
         assert phases, "the windows are not a partition of the stream"
 
 
