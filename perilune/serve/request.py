@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from perilune.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
 
 
 class FieldError(RequestError):
@@ -24,6 +28,66 @@ class FieldError(RequestError):
         self.code = code
 
 
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not low <= value <= high or (open_low and value == low):
+        raise FieldError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]", name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise FieldError(f"{name}={value!r} must be a whole number in {low}..{high}", name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one answer is drawn and when it ends.
+
+    Attributes:
+        temperature: logits are divided by it; 0 = always the most likely token (lowest id among equals).
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p.
+        min_p: keep tokens at least this likely relative to the most likely one.
+        seed: of the request's own random stream; None = a fresh one.
+        max_tokens: the answer ends after this many tokens.
+        stop: the answer ends before the first of these strings.
+        stop_ids: the answer ends at the first of these tokens, besides those that end a document or a message.
+
+    Raises:
+        FieldError: a value out of range or of the wrong type.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, 2**31)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("max_tokens", self.max_tokens, 1, 2**31)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        if len(self.stop) > MAX_STOPS:
+            raise FieldError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise FieldError(f"stop={text!r} must be a string of 1..{MAX_STOP_CHARS} characters", "stop")
+        for token_id in self.stop_ids:
+            _integer("stop_ids", token_id, 0, 2**31)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is the most likely token."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one answer.
@@ -32,11 +96,13 @@ class Delta:
         row: which answer of the batch.
         text: what became certain; may be empty on the last delta.
         finish_reason: None until the answer's last delta; "stop" = end token or stop string, "length" = max_tokens.
+        reasoning: the same for the think channel of a chat message.
     """
 
     row: int
     text: str
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +118,18 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of a request went.
+
+    Attributes:
+        prefill_seconds: running the prompt.
+        decode_seconds: drawing and running the answer.
+        tokens_per_second: drawn tokens of all answers a second of `decode_seconds`.
+    """
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    tokens_per_second: float = 0.0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import CheckpointError, RequestError
-from perilune.serve.request import FieldError
-from perilune.serve.sampling import Sampler, SamplingParams, kept_weights
+from perilune.serve.request import FieldError, SamplingParams
+from perilune.serve.sampling import Sampler, kept_weights
 
 
 def oracle(logits: list[float], params: SamplingParams) -> list[float]:

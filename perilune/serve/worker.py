@@ -1,0 +1,144 @@
+"""A thread that runs jobs one after the other, and the async end of each job's text.
+
+The model is used by this thread alone; the event loop only ever waits for text. A job whose reader went away is
+stopped before its next token, or never started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from perilune.errors import CapacityError
+from perilune.serve.engine import Job
+from perilune.serve.request import Delta
+
+
+class JobStream:
+    """The reading end of a submitted job; belongs to the event loop that submitted it.
+
+    Attributes:
+        answered: the reader has all it wants; what the job does after its last text may go on.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.closed = False
+        self.answered = False
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._deltas: deque[Delta] = deque()
+        self._error: BaseException | None = None
+        self._ended = False
+
+    async def next(self, timeout: float | None = None) -> list[Delta] | None:
+        """All text that has arrived, waiting for some; [] after `timeout` seconds without any, None at the end.
+
+        Raises what the job raised.
+        """
+        if not self._deltas and not self._ended:
+            self._ready.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), timeout)
+        if self._deltas:
+            deltas = list(self._deltas)
+            self._deltas.clear()
+            return deltas
+        if self._error is not None:
+            raise self._error
+        return None if self._ended else []
+
+    def release(self) -> None:
+        """The reader leaves: stop the job unless it has answered."""
+        if not self.answered:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the job if it has not ended."""
+        self.closed = True
+        self.job.close()
+
+    def push(self, delta: Delta) -> None:
+        """Called on the worker's thread."""
+        self._call(self._deltas.append, delta)
+
+    def end(self, error: BaseException | None) -> None:
+        """Called on the worker's thread, once."""
+        self._call(self._end, error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._ended = error, True
+
+    def _call(self, change: Callable[[Any], None], value: Any) -> None:
+        def apply() -> None:
+            change(value)
+            self._ready.set()
+
+        with contextlib.suppress(RuntimeError):  # the reader's loop has ended
+            self._loop.call_soon_threadsafe(apply)
+
+
+class Worker:
+    """Runs submitted jobs in order on its own thread.
+
+    Args:
+        max_waiting: jobs that may wait or run; one more is refused.
+    """
+
+    def __init__(self, max_waiting: int = 64) -> None:
+        self.max_waiting = max_waiting
+        self._queue: queue.SimpleQueue[JobStream | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._current: JobStream | None = None
+        self._thread = threading.Thread(target=self._run, name="perilune-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that wait or run."""
+        return self._unfinished
+
+    def submit(self, job: Job) -> JobStream:
+        """Queue a job; call it on the event loop that will read the text.
+
+        Raises:
+            CapacityError: too many jobs wait already.
+        """
+        with self._lock:
+            if self._unfinished >= self.max_waiting:
+                raise CapacityError(
+                    f"{self._unfinished} requests are waiting and at most {self.max_waiting} may; try again later"
+                )
+            self._unfinished += 1
+        stream = JobStream(job)
+        self._queue.put(stream)
+        return stream
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Stop the running job, drop the waiting ones, end the thread."""
+        self._queue.put(None)
+        current = self._current
+        if current is not None:
+            current.close()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (stream := self._queue.get()) is not None:
+            self._current = stream
+            error: BaseException | None = None
+            try:
+                if not stream.closed:
+                    for delta in stream.job:
+                        stream.push(delta)
+            except BaseException as caught:
+                error = caught
+            with self._lock:
+                self._unfinished -= 1
+            self._current = None
+            stream.end(error)
