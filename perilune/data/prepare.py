@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,8 @@ from perilune.data.sources import Source, SyntheticSource, TextSource
 from perilune.data.split import split
 from perilune.data.synthetic import TASKS
 from perilune.errors import ConfigError
+from perilune.rundir import disk_errors, sync_directory, write_atomic
 from perilune.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from perilune.tokenizer.atomic import write_atomic
 
 BPE_SAMPLE_BYTES = 4_000_000
 """Text that the BPE merges are learnt from; more changes the compression by about 1 %."""
@@ -67,6 +69,7 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
     Raises:
         RequestError: the corpus cannot be split.
         ConfigError: the tokenizer has more ids than the model.
+        CapacityError: the cache's disk is full.
     """
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is not None and given.vocab_size > vocab_size:
@@ -76,8 +79,13 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
         )
     recipe = [FORMAT, corpus.fingerprint, holdout, given.fingerprint if given else BPE_SAMPLE_BYTES, vocab_size]
     path = cache / hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
-    if not (path / "left_out.json").exists():
-        _build(path, corpus, holdout, given, vocab_size)
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with disk_errors(path), tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
+            _build(Path(temporary, "data"), corpus, holdout, given, vocab_size)
+            if not path.exists():  # another process may have built the same meanwhile
+                os.rename(Path(temporary, "data"), path)
+            sync_directory(cache)
     left_out = json.loads((path / "left_out.json").read_text())
     return PreparedData(
         path,

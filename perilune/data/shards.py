@@ -1,23 +1,21 @@
 """Tokens on disk: flat files of uint16 or uint32 that are memory-mapped, an array of document starts, a JSON index.
 
-Every document is its tokens followed by `[EOS]`. A store is written under a temporary name and renamed as a whole, so
-a store that can be found is complete. Readers see one long stream, however many files it lies in.
+Every document is its tokens followed by `[EOS]`. Readers see one long stream, however many files it lies in.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.errors import RequestError
+from perilune.rundir import write_atomic
 
 FORMAT = 1
 SHARD_TOKENS = 1 << 27
@@ -93,56 +91,46 @@ def write_store(
     fingerprint: str,
     shard_tokens: int = SHARD_TOKENS,
 ) -> TokenStore:
-    """Write a store to the directory `path` and open it.
-
-    If another process has finished the same store meanwhile, that one is kept.
+    """Write a store to the new directory `path` and open it. The index comes last: without it there is no store.
 
     Args:
-        path: must not exist, or be a finished store.
+        path: must not exist.
         documents: (ids without `[EOS]`, UTF-8 bytes of the text) in order; consumed one by one.
         eos: id put after each document.
         vocab_size: ids are below this; it decides between 2 and 4 bytes a token.
         fingerprint: digest of what the tokens come from.
         shard_tokens: tokens after which a new file is begun, at the next document.
+
+    Raises:
+        RequestError: there is no document.
     """
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    path.mkdir(parents=True)
     table: list[tuple[int, int]] = []
     shards: list[str] = []
-    total, in_shard, file = 0, 0, None
-    try:
-        for ids, num_bytes in documents:
-            if file is None or in_shard >= shard_tokens:
-                if file is not None:
-                    _close(file)
-                shards.append(f"tokens-{len(shards):05d}.bin")
-                file, in_shard = open(temporary / shards[-1], "wb"), 0
-            tokens = np.fromiter([*ids, eos], dtype=np.int64)
-            assert 0 <= tokens.min() and tokens.max() < vocab_size, f"an id lies outside the vocabulary of {vocab_size}"
-            file.write(tokens.astype(dtype).tobytes())
-            table.append((total, num_bytes))
-            total, in_shard = total + len(tokens), in_shard + len(tokens)
-        if file is None:
-            raise RequestError("there is no document to write to a token store")
-        _close(file)
-        np.asarray(table, dtype="<i8").tofile(temporary / "documents.bin")
-        index = {"format": FORMAT, "dtype": dtype.str, "tokens": total, "documents": len(table), "shards": shards}
-        (temporary / "index.json").write_text(
-            json.dumps(index | {"vocab_size": vocab_size, "fingerprint": fingerprint})
-        )
-        os.chmod(temporary, 0o755)
-        try:
-            os.rename(temporary, path)
-        except OSError:
-            if not (path / "index.json").exists():
-                raise
-            shutil.rmtree(temporary)
-    except BaseException:
-        if file is not None:
-            file.close()
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    total = 0
+    numbered = iter(documents)
+    item = next(numbered, None)
+    while item is not None:
+        shards.append(f"tokens-{len(shards):05d}.bin")
+        shard_end = total + shard_tokens
+        with open(path / shards[-1], "wb") as file:
+            while item is not None and total < shard_end:
+                tokens = np.fromiter([*item[0], eos], dtype=np.int64)
+                assert 0 <= tokens.min() and tokens.max() < vocab_size, (
+                    f"an id is outside the vocabulary of {vocab_size}"
+                )
+                file.write(tokens.astype(dtype).tobytes())
+                table.append((total, item[1]))
+                total += len(tokens)
+                item = next(numbered, None)
+            file.flush()
+            os.fsync(file.fileno())
+    if not table:
+        raise RequestError("there is no document to write to a token store")
+    write_atomic(path / "documents.bin", np.asarray(table, dtype="<i8").tobytes())
+    index = {"format": FORMAT, "dtype": dtype.str, "tokens": total, "documents": len(table), "shards": shards}
+    write_atomic(path / "index.json", json.dumps(index | {"fingerprint": fingerprint}).encode())
     return TokenStore(path)
 
 
@@ -182,9 +170,3 @@ class RepeatedDocuments:
             parts.append(self._stream.read(position + shift, end + shift))
             position, document = end, document + 1
         return np.concatenate(parts)
-
-
-def _close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perilune.errors import ConfigError, RequestError
-from perilune.tokenizer.atomic import write_atomic
+from perilune.rundir import write_atomic
 from perilune.tokenizer.interface import Tokenizer, encodable
 from perilune.tokenizer.special import RESERVED_BLOCK, SpecialTokens
 

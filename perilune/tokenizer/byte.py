@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perilune.errors import RequestError
-from perilune.tokenizer.atomic import write_atomic
+from perilune.rundir import write_atomic
 from perilune.tokenizer.interface import Tokenizer, encodable
 from perilune.tokenizer.special import RESERVED_BLOCK, SpecialTokens
 

@@ -1,19 +1,16 @@
-"""From text to a run's tokens, and scoring held-out text."""
+"""From text to a run's tokens."""
 
 from __future__ import annotations
 
-import math
+import errno
+from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 
 from perilune.data.document import Corpus, Document
-from perilune.data.held_out import HeldOut
-from perilune.data.packing import IGNORE
 from perilune.data.prepare import prepare, training_sources
 from perilune.data.split import split
-from perilune.errors import ConfigError
+from perilune.errors import CapacityError, ConfigError
 from perilune.tokenizer import load_tokenizer
 
 
@@ -65,12 +62,15 @@ def test_equal_calls_share_the_cache_and_others_do_not(prepared, monkeypatch, tm
         prepare(corpus(), holdout=0.2, tokenizer=str(prepared.path), vocab_size=300, cache=tmp_path)
 
 
-def test_an_interrupted_preparation_is_done_again(tmp_path, monkeypatch):
+def test_an_interrupted_preparation_leaves_nothing_and_is_done_again(tmp_path, monkeypatch):
     call = {"holdout": 0.2, "tokenizer": "byte", "vocab_size": 512, "cache": tmp_path}
-    with monkeypatch.context() as patch:
-        patch.setattr("perilune.data.prepare.write_atomic", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            prepare(corpus(), **call)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for failure, seen in ((full, CapacityError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        with monkeypatch.context() as patch:
+            patch.setattr("perilune.data.prepare.write_atomic", mock.Mock(side_effect=failure))
+            with pytest.raises(seen):
+                prepare(corpus(), **call)
+        assert list(tmp_path.iterdir()) == []
     assert prepare(corpus(), **call).train.num_tokens > 0
 
 
@@ -82,39 +82,3 @@ def test_training_sources(prepared):
     assert mixed["text"][0].windows_per_epoch(16) > plain["text"][0].windows_per_epoch(16)
     with pytest.raises(ConfigError, match="unknown synthetic tasks"):
         training_sources(prepared, synthetic=["nope"], synthetic_fraction=0.1)
-
-
-@pytest.mark.parametrize("seq_len", [7, 64, 100_000])
-def test_held_out_windows_ask_for_every_token_once(prepared, seq_len):
-    stream = prepared.held_out
-    held_out = HeldOut(stream, prepared.token_bytes, seq_len=seq_len)
-    asked = [batch.targets_BT[batch.targets_BT != IGNORE] for batch in held_out.batches(3)]
-    whole = stream.read(0, stream.num_tokens)
-    expected = np.delete(whole, stream.offsets[:-1])
-    assert torch.cat(asked).tolist() == expected.tolist() and held_out.num_predicted == len(expected)
-    assert held_out.num_unpredicted == len(stream.offsets) - 1
-    assert held_out.num_bytes == len(prepared.held_out_bytes())
-
-
-def test_a_uniform_model_costs_the_same_by_any_window(prepared):
-    stream = prepared.held_out
-    for seq_len, max_tokens in ((7, 0), (64, 0), (16, 160)):
-        held_out = HeldOut(stream, prepared.token_bytes, seq_len=seq_len, max_tokens=max_tokens)
-        tokens = held_out.num_predicted + held_out.num_unpredicted
-        bits = held_out.bits_per_byte(held_out.num_predicted * math.log(512))
-        assert math.isclose(bits, tokens * 9 / held_out.num_bytes)
-        if max_tokens:
-            assert max_tokens - seq_len < tokens <= max_tokens + 1, "the stream's last window may be short"
-            batches = list(held_out.batches(4))
-            assert sum(int((b.targets_BT != IGNORE).sum()) for b in batches) == held_out.num_predicted
-        else:
-            assert tokens == stream.num_tokens
-
-
-def test_held_out_starts_and_padding(prepared):
-    held_out = HeldOut(prepared.held_out, prepared.token_bytes, seq_len=50)
-    batches = list(held_out.batches(1000))
-    (batch,) = batches
-    starts = batch.starts_BT.flatten()[: prepared.held_out.num_tokens - 1].nonzero().flatten().tolist()
-    assert starts == prepared.held_out.offsets[:-1].tolist()
-    assert int((batch.targets_BT[-1] == IGNORE).sum()) > 0
