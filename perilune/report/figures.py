@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perilune.explain.chart import Bars, Chart, Heatmap, LineChart, Ridges, Series
+from perilune.explain.depth import running_sum_last, site_name, source_names
 from perilune.report.collect import Run
 
 MAX_POINTS = 1200
@@ -212,32 +213,26 @@ def attnres(run: Run) -> Chart | None:
     frames = [(f"step {step}", weights) for step, weights in _probed(run, "attnres_weights")]
     if not frames:
         return None
+    summed = run.setting("model.residual") in ("block", "full")
+    if summed:
+        frames = [(label, running_sum_last(weights)) for label, weights in frames]
     rows, columns = frames[-1][1].shape
-    sites = next(
-        (probe.get("attnres_sites") for probe in reversed(run.probes) if probe.get("attnres_sites") is not None), None
-    )
-    names = (
-        [str(site) for site in sites]
-        if sites is not None and len(sites) == rows
-        else [f"site {i}" for i in range(rows)]
-    )
+    sites = next((found for probe in reversed(run.probes) if (found := probe.get("attnres_sites")) is not None), None)
+    known = sites is not None and len(sites) == rows
     return Heatmap(
-        title="Attention residual weights", frames=frames, rows=names, columns=source_names(run, columns), x_label="source", y_label="site",
-        value_label="weight", limits=(0.0, 1.0), show_values=rows * columns <= 150,
+        title="Attention residual weights",
+        frames=frames,
+        rows=[site_name(str(site)) for site in sites] if known else [f"site {i}" for i in range(rows)],
+        columns=source_names(
+            columns, run.setting("model.attn_res_block_layers", 1) if summed else None, run.setting("model.residual")
+        ),
+        x_label="source",
+        y_label="site",
+        value_label="weight",
+        limits=(0.0, 1.0),
+        show_values=rows * columns <= 150,
         caption="Each row sums to 1 and says which earlier outputs a site reads; even rows are the start of training, sharp ones were learnt.",
-    )  # fmt: skip
-
-
-def source_names(run: Run, count: int) -> list[str]:
-    """Labels of the depth sources, oldest first."""
-    if run.setting("model.residual") == "block":
-        size = run.setting("model.attn_res_block_layers", 0)
-        blocks = [
-            f"block {i}<br>layers {size * (i - 1)}–{size * i - 1}" if size else f"block {i}"
-            for i in range(1, count - 1)
-        ]
-        return (["embedding", *blocks, "running sum"])[:count] if count > 1 else ["running sum"]
-    return ["embedding", *(f"output {i}" for i in range(1, count))]
+    )
 
 
 def half_lives(run: Run) -> Chart | None:

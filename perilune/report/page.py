@@ -189,7 +189,7 @@ def _data(run: Run) -> Section | None:
     rows, lists = [], []
     for key, value in _flat(run.split):
         if isinstance(value, list):
-            names = [str(item) for item in value]
+            names = [_item(item) for item in value]
             if len(names) > 8:
                 lists.append(Block(title=f"{spoken(key)}: all {len(names)}", text="\n".join(names)))
                 rows.append((spoken(key), f"{len(names)}: {', '.join(names[:6])} …"))
@@ -313,9 +313,13 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
+def _item(value: Any) -> str:
+    return ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
+
+
 def spoken(key: str) -> str:
     """A key as a reader would say it."""
-    return key.replace(".", " · ").replace("_", " ")
+    return key.replace("held_out", "held-out").replace(".", " · ").replace("_", " ")
 
 
 def said(key: str, value: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from perilune.explain.chart import Bars, Heatmap, LineChart, Ridges, Series
+from perilune.explain.depth import running_sum_last, source_names
 from perilune.report.figures import smooth, thin
 from perilune.report.image import write_png
 from perilune.report.interactive import figure, numbers
@@ -117,3 +118,14 @@ def test_thin_keeps_the_last_point_and_the_limit():
     assert len(kept) <= 1201
     assert kept[0] == 0
     assert kept[-1] == x[-1]
+
+
+def test_the_running_sum_is_always_the_last_column():
+    nan = np.nan
+    weights = np.array([[1.0, nan, nan], [0.25, 0.75, nan], [0.2, 0.3, 0.5]])
+    moved = running_sum_last(weights)
+    assert np.array_equal(moved, [[nan, nan, 1.0], [0.25, nan, 0.75], [0.2, 0.3, 0.5]], equal_nan=True)
+    assert source_names(4, 12, "block") == ["embedding", "layers 0–11", "layers 12–23", "running sum"]
+    assert source_names(3, 12, "full") == ["embedding", "layer 0", "running sum"]
+    assert source_names(3, None, "full_sublayer") == ["embedding", "output 1", "output 2"]
+    assert source_names(1, 2, "block") == ["running sum"]

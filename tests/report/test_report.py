@@ -11,13 +11,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from run_folder_writer import write_run
 
 from perilune.cli import report as verb
 from perilune.errors import RequestError
 from perilune.report import build, images
 from perilune.report.collect import collect
-
-from conftest import write_run  # isort: skip
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
