@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +17,11 @@ _SIGNATURES = {
     "route": (_I, (_P, _P, _L, _L, _I, _I, _F, _P, _P, _P, _P, _I)),
     "route_backward": (None, (_P, _P, _P, _L, _L, _I, _I, _F, _P, _I)),
     "histogram_add": (None, (_P, _P, _P, _P, _L, _L, _L, _F, _F, _I)),
-    "plan": (None, (_P, _L, _L, _I, _P, _P, _P)),
+    "plan": (None, (_P, _L, _L, _P, _P, _P)),
+    "experts_forward": (_I, (*[_P] * 9, _L, _L, _I, _L, _L, _F, _F, _I, _I, _P, _P, _I)),
+    "experts_backward": (_I, (*[_P] * 10, _L, _L, _I, _L, _L, _F, _F, _I, _I, *[_P] * 6, _I)),
+    "experts_decode": (_I, (*[_P] * 6, _L, _I, _L, _L, _F, _F, _I, _I, _P, _I)),
+    "moe_decode": (_I, (*[_P] * 6, _L, _L, _I, _L, _L, _I, _F, _F, _F, _I, _I, _P, _I)),
 }
 
 _library: ctypes.CDLL | None = None
@@ -92,13 +98,166 @@ def histogram_add(
 
 
 def plan(index_NA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (offset [E+1], token [N*A], place [N*A]) int64; see `plan.dispatch_plan`."""
+    """Return (offset_E1, slot_R, place_R) int64, as `plan.DispatchPlan` defines them."""
     index_NA = index_NA.contiguous()
     rows = index_NA.numel()
     offset_E1 = torch.empty(num_experts + 1, dtype=torch.int64)
-    token_R, place_R = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    slot_R, place_R = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
     library().plan(
-        index_NA.data_ptr(), rows, num_experts, index_NA.shape[1],
-        offset_E1.data_ptr(), token_R.data_ptr(), place_R.data_ptr(),
+        index_NA.data_ptr(), rows, num_experts, offset_E1.data_ptr(), slot_R.data_ptr(), place_R.data_ptr()
     )  # fmt: skip
-    return offset_E1, token_R, place_R
+    return offset_E1, slot_R, place_R
+
+
+@lru_cache
+def multiplies_bf16() -> bool:
+    """True if this CPU multiplies bf16 matrices in hardware; without it, torch's bf16 product is far below fp32's."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@lru_cache
+def _sgemm() -> int:
+    """Address of the Fortran sgemm inside torch's own libraries, after a trial; 0 if there is none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
+        try:
+            found = ctypes.CDLL(str(path)).sgemm_
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(found, c_void_p).value if _multiplies(found) else 0
+    return 0
+
+
+def _multiplies(sgemm: ctypes._CFuncPtr) -> bool:
+    """Check the calling convention on C = A B^T: a build with 64-bit integers would read wrong sizes."""
+    a, b = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]), torch.tensor([[13.0, 17.0], [19.0, 23.0]])
+    c = torch.full((3, 2), float("nan"))
+    m, n, k = (ctypes.byref(ctypes.c_int64(size)) for size in (3, 2, 2))  # high halves are zero: both widths read it
+    one, zero = ctypes.byref(c_float(1)), ctypes.byref(c_float(0))
+    sgemm.restype = None
+    sgemm(
+        ctypes.c_char_p(b"T"), ctypes.c_char_p(b"N"), n, m, k, one, c_void_p(b.data_ptr()), k, c_void_p(a.data_ptr()), k,
+        zero, c_void_p(c.data_ptr()), n, ctypes.c_size_t(1), ctypes.c_size_t(1),
+    )  # fmt: skip
+    return torch.equal(c, a @ b.T)
+
+
+def why_no_blas() -> str | None:
+    """Return why the C kernels cannot use torch's matrix product, or None if they can."""
+    return None if _sgemm() else "torch's library does not export sgemm_ in a form the C path can call"
+
+
+def _caps(caps: tuple[float, float | None] | None) -> tuple[float, float]:
+    """(beta, linear_beta) as the C code takes them: 0 = uncapped, so (0, 0) is SwiGLU."""
+    return (0.0, 0.0) if caps is None else (caps[0], caps[1] or 0.0)
+
+
+def _half(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
+
+
+def _weights(*weights: Tensor) -> tuple[Tensor, ...]:
+    """The three weight stacks, contiguous and of one dtype."""
+    assert len({w.dtype for w in weights}) == 1, f"expert weights of dtypes {[w.dtype for w in weights]}"
+    return tuple(w.contiguous() for w in weights)
+
+
+def _checked(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for the experts' working space")
+
+
+def experts_forward(
+    z_NL: Tensor,
+    weight_NA: Tensor,
+    w1_EFL: Tensor,
+    w3_EFL: Tensor,
+    w2_ELF: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    caps: tuple[float, float | None] | None,
+) -> Tensor:
+    """Return out_NL; see `experts.routed_experts`."""
+    z_NL, weight_NA = z_NL.contiguous(), weight_NA.float().contiguous()
+    w1_EFL, w3_EFL, w2_ELF = _weights(w1_EFL, w3_EFL, w2_ELF)
+    experts, hidden, width = w1_EFL.shape
+    tokens, active = weight_NA.shape
+    y_RL, out_NL = torch.empty(tokens * active, width), torch.empty_like(z_NL)
+    _checked(library().experts_forward(
+        _sgemm(), z_NL.data_ptr(), weight_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
+        *(part.data_ptr() for part in plan), tokens, experts, active, width, hidden, *_caps(caps), _half(z_NL),
+        _half(w1_EFL), y_RL.data_ptr(), out_NL.data_ptr(), torch.get_num_threads(),
+    ))  # fmt: skip
+    return out_NL
+
+
+def experts_backward(
+    z_NL: Tensor,
+    weight_NA: Tensor,
+    w1_EFL: Tensor,
+    w3_EFL: Tensor,
+    w2_ELF: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
+    caps: tuple[float, float | None] | None,
+    dout_NL: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (dz, dweight, dw1, dw3, dw2), each in its own tensor's dtype."""
+    z_NL, p_NA, dout_NL = z_NL.contiguous(), weight_NA.float().contiguous(), dout_NL.contiguous()
+    w1_EFL, w3_EFL, w2_ELF = _weights(w1_EFL, w3_EFL, w2_ELF)
+    experts, hidden, width = w1_EFL.shape
+    tokens, active = p_NA.shape
+    dx_RL, dz_NL, dp_NA = torch.empty(tokens * active, width), torch.empty_like(z_NL), torch.empty_like(p_NA)
+    dw1_EFL, dw3_EFL, dw2_ELF = (torch.empty(w.shape) for w in (w1_EFL, w3_EFL, w2_ELF))
+    _checked(library().experts_backward(
+        _sgemm(), z_NL.data_ptr(), p_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
+        *(part.data_ptr() for part in plan), dout_NL.data_ptr(), tokens, experts, active, width, hidden, *_caps(caps),
+        _half(z_NL), _half(w1_EFL), dx_RL.data_ptr(), dz_NL.data_ptr(), dp_NA.data_ptr(), dw1_EFL.data_ptr(),
+        dw3_EFL.data_ptr(), dw2_ELF.data_ptr(), torch.get_num_threads(),
+    ))  # fmt: skip
+    kind = w1_EFL.dtype
+    return dz_NL, dp_NA.to(weight_NA.dtype), dw1_EFL.to(kind), dw3_EFL.to(kind), dw2_ELF.to(kind)
+
+
+def experts_decode(
+    z_NL: Tensor,
+    index_NA: Tensor,
+    weight_NA: Tensor,
+    w1_EFL: Tensor,
+    w3_EFL: Tensor,
+    w2_ELF: Tensor,
+    caps: tuple[float, float | None] | None,
+) -> Tensor:
+    """Return out_NL for a few tokens; see `decode.experts_decode`."""
+    z_NL, index_NA, weight_NA = z_NL.contiguous(), index_NA.contiguous(), weight_NA.float().contiguous()
+    w1_EFL, w3_EFL, w2_ELF = _weights(w1_EFL, w3_EFL, w2_ELF)
+    out_NL = torch.empty_like(z_NL)
+    _checked(library().experts_decode(
+        z_NL.data_ptr(), index_NA.data_ptr(), weight_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(),
+        w2_ELF.data_ptr(), *index_NA.shape, w1_EFL.shape[2], w1_EFL.shape[1], *_caps(caps), _half(z_NL), _half(w1_EFL),
+        out_NL.data_ptr(), torch.get_num_threads(),
+    ))  # fmt: skip
+    return out_NL
+
+
+def moe_decode(
+    logits_NE: Tensor,
+    bias_E: Tensor,
+    z_NL: Tensor,
+    w1_EFL: Tensor,
+    w3_EFL: Tensor,
+    w2_ELF: Tensor,
+    k: int,
+    caps: tuple[float, float | None] | None,
+    renormalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """Return out_NL for a few tokens, routing included; see `decode.moe_decode`."""
+    logits_NE, bias_E, z_NL = logits_NE.float().contiguous(), bias_E.float().contiguous(), z_NL.contiguous()
+    w1_EFL, w3_EFL, w2_ELF = _weights(w1_EFL, w3_EFL, w2_ELF)
+    experts, hidden, width = w1_EFL.shape
+    out_NL = torch.empty_like(z_NL)
+    _checked(library().moe_decode(
+        logits_NE.data_ptr(), bias_E.data_ptr(), z_NL.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(),
+        w2_ELF.data_ptr(), z_NL.shape[0], experts, k, width, hidden, renormalize, scaling_factor, *_caps(caps),
+        _half(z_NL), _half(w1_EFL), out_NL.data_ptr(), torch.get_num_threads(),
+    ))  # fmt: skip
+    return out_NL

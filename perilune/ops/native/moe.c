@@ -140,17 +140,324 @@ EXPORT void histogram_add(int32_t *count, const float *score, const float *cutof
     }
 }
 
-/* Stable counting sort of the R routed rows by expert: offset [E+1]; token [R] = source token of each sorted row;
- * place [R] = sorted row of each (token, slot). */
-EXPORT void plan(const int64_t *index, int64_t R, int64_t E, int A, int64_t *offset, int64_t *token, int64_t *place) {
+/* Stable counting sort of the R routed rows by expert: offset [E+1]; slot [R] = (token, slot) number n*A + a of each
+ * sorted row; place [R] = its inverse, the sorted row of each (token, slot). */
+EXPORT void plan(const int64_t *index, int64_t R, int64_t E, int64_t *offset, int64_t *slot, int64_t *place) {
     memset(offset, 0, sizeof(int64_t) * (E + 1));
     for (int64_t r = 0; r < R; r++) offset[index[r] + 1]++;
     for (int64_t e = 0; e < E; e++) offset[e + 1] += offset[e];
     for (int64_t r = 0; r < R; r++) { /* offset[e] runs to the end of e's slice, which is the start of the next */
         int64_t at = offset[index[r]]++;
-        token[at] = r / A;
+        slot[at] = r;
         place[r] = at;
     }
     for (int64_t e = E; e > 0; e--) offset[e] = offset[e - 1];
     offset[0] = 0;
+}
+
+/* ---- experts, training: the passes around the matrix products of the caller's BLAS -------------------------------- */
+
+/* Fortran sgemm, column-major, 32-bit integers; the trailing lengths are those of the two character arguments. */
+typedef void (*sgemm_t)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
+                        const int *, const float *, const int *, const float *, float *, const int *, size_t, size_t);
+
+enum { ROWS = 512 }; /* routed rows at a time: the temporaries of one expert stay in cache */
+
+typedef struct {
+    float beta, linear_beta; /* caps of SiTU; beta 0 = SwiGLU, linear_beta 0 = uncapped */
+} Caps;
+
+/* C[m,n] = A[m,k] B[n,k]^T */
+static void gemm_nt(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float *C) {
+    const float one = 1.0f, zero = 0.0f;
+    sgemm("T", "N", &n, &m, &k, &one, B, &k, A, &k, &zero, C, &n, 1, 1);
+}
+
+/* C[m,n] = A[m,k] B[k,n] + old C */
+static void gemm_nn(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
+    const float one = 1.0f;
+    sgemm("N", "N", &n, &m, &k, &one, B, &n, A, &k, &old, C, &n, 1, 1);
+}
+
+/* C[m,n] = A[k,m]^T B[k,n] + old C */
+static void gemm_tn(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
+    const float one = 1.0f;
+    sgemm("N", "T", &n, &m, &k, &one, B, &n, A, &m, &old, C, &n, 1, 1);
+}
+
+PL_INLINE float capped(float x, float cap, float inverse) { return cap > 0.0f ? cap * pl_tanhf(x * inverse) : x; }
+
+/* Hidden activation of `count` elements, in place over the gate. */
+static void glu(float *restrict gate, const float *restrict up, int64_t count, Caps caps) {
+    float a = caps.beta, b = caps.linear_beta, ia = a > 0.0f ? 1.0f / a : 0.0f, ib = b > 0.0f ? 1.0f / b : 0.0f;
+    if (a > 0.0f && b > 0.0f) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            gate[i] = a * pl_tanhf(gate[i] * ia) * pl_sigmoidf(gate[i]) * (b * pl_tanhf(up[i] * ib));
+    } else {
+        for (int64_t i = 0; i < count; i++) gate[i] = capped(gate[i], a, ia) * pl_sigmoidf(gate[i]) * capped(up[i], b, ib);
+    }
+}
+
+/* One row of the activation's backward. In: pre-activations gate, up, `d` = dy W2^T and the row's mixing weight.
+ * Out: gate, up = their gradients, d = weight * hidden; returns <hidden, dy W2^T>, the gradient of the weight. */
+static float glu_backward(float *restrict gate, float *restrict up, float *restrict d, int64_t F, float weight, Caps caps) {
+    float a = caps.beta, b = caps.linear_beta, ia = a > 0.0f ? 1.0f / a : 0.0f, ib = b > 0.0f ? 1.0f / b : 0.0f;
+    float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t f = 0; f < F; f++) {
+        float g = gate[f], u = up[f], s = pl_sigmoidf(g), dh = d[f] * weight;
+        float tg = pl_tanhf(g * ia), tu = pl_tanhf(u * ib);
+        float left = a > 0.0f ? a * tg : g, left_slope = a > 0.0f ? 1.0f - tg * tg : 1.0f;
+        float right = b > 0.0f ? b * tu : u, right_slope = b > 0.0f ? 1.0f - tu * tu : 1.0f;
+        float opened = left * s, hidden = opened * right;
+        dot += hidden * d[f];
+        gate[f] = dh * right * (left_slope * s + opened * (1.0f - s));
+        up[f] = dh * opened * right_slope;
+        d[f] = weight * hidden;
+    }
+    return dot;
+}
+
+static void load_row(float *restrict to, const void *from, int64_t row, int64_t L, int half) {
+    if (half) {
+        const uint16_t *x = (const uint16_t *)from + row * L;
+#pragma omp simd
+        for (int64_t l = 0; l < L; l++) to[l] = pl_from_bf16(x[l]);
+    } else {
+        memcpy(to, (const float *)from + row * L, sizeof(float) * L);
+    }
+}
+
+static void store_row(void *to, const float *restrict from, int64_t row, int64_t L, int half) {
+    if (half) {
+        uint16_t *y = (uint16_t *)to + row * L;
+#pragma omp simd
+        for (int64_t l = 0; l < L; l++) y[l] = pl_to_bf16(from[l]);
+    } else {
+        memcpy((float *)to + row * L, from, sizeof(float) * L);
+    }
+}
+
+/* Expert e's matrix as fp32: itself, or converted into `space`. */
+static const float *expert_matrix(const void *all, int64_t e, int64_t size, int half, float *space) {
+    if (!half) return (const float *)all + e * size;
+    load_row(space, all, e, size, 1);
+    return space;
+}
+
+static float *scratch_floats(size_t count, int threads) {
+    size_t bytes = (count * sizeof(float) + 63) / 64 * 64;
+    return aligned_alloc(64, bytes * threads);
+}
+
+static size_t rounded(size_t count) { return (count + 15) / 16 * 16; } /* keeps every part on a cache line */
+
+#ifdef _OPENMP
+#include <omp.h>
+static int thread_number(void) { return omp_get_thread_num(); }
+#else
+static int thread_number(void) { return 0; }
+#endif
+
+/* out[n] = sum over slots a of weight[n,a] * row[place[n,a]] (weight NULL: 1). */
+static void combine(const float *row, const float *weight, const int64_t *place, int64_t N, int A, int64_t L, void *out,
+                    int half, float *space, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (N * A * L > SMALL_WORK)
+    for (int t = 0; t < threads; t++) {
+        float *sum = space + rounded(L) * t;
+        for (int64_t n = N * t / threads; n < N * (t + 1) / threads; n++) {
+            memset(sum, 0, sizeof(float) * L);
+            for (int a = 0; a < A; a++) {
+                const float *restrict from = row + place[n * A + a] * L;
+                float w = weight ? weight[n * A + a] : 1.0f;
+#pragma omp simd
+                for (int64_t l = 0; l < L; l++) sum[l] += w * from[l];
+            }
+            store_row(out, sum, n, L, half);
+        }
+    }
+}
+
+/* out [N,L] = sum_a weight * W2 glu(W1 z, W3 z). y [R,L] is fp32 working space. Returns 1 if memory ran out. */
+EXPORT int experts_forward(sgemm_t sgemm, const void *z, const float *weight, const void *w1, const void *w3,
+                           const void *w2, const int64_t *offset, const int64_t *slot, const int64_t *place, int64_t N,
+                           int64_t E, int A, int64_t L, int64_t F, float beta, float linear_beta, int z_half, int w_half,
+                           float *y, void *out, int threads) {
+    size_t parts = rounded(ROWS * L) + 2 * rounded(ROWS * F) + (w_half ? 3 * rounded(L * F) : 0);
+    float *scratch = scratch_floats(parts, threads);
+    if (!scratch) return 1;
+    Caps caps = {beta, linear_beta};
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t e = 0; e < E; e++) {
+        float *x = scratch + parts * thread_number(), *gate = x + rounded(ROWS * L), *up = gate + rounded(ROWS * F);
+        float *space = up + rounded(ROWS * F);
+        if (offset[e] == offset[e + 1]) continue;
+        const float *m1 = expert_matrix(w1, e, L * F, w_half, space);
+        const float *m3 = expert_matrix(w3, e, L * F, w_half, space + rounded(L * F));
+        const float *m2 = expert_matrix(w2, e, L * F, w_half, space + 2 * rounded(L * F));
+        for (int64_t first = offset[e]; first < offset[e + 1]; first += ROWS) {
+            int rows = (int)(offset[e + 1] - first < ROWS ? offset[e + 1] - first : ROWS);
+            for (int r = 0; r < rows; r++) load_row(x + r * L, z, slot[first + r] / A, L, z_half);
+            gemm_nt(sgemm, rows, (int)F, (int)L, x, m1, gate);
+            gemm_nt(sgemm, rows, (int)F, (int)L, x, m3, up);
+            glu(gate, up, rows * F, caps);
+            gemm_nt(sgemm, rows, (int)L, (int)F, gate, m2, y + first * L);
+        }
+    }
+    combine(y, weight, place, N, A, L, out, z_half, scratch, threads);
+    free(scratch);
+    return 0;
+}
+
+/* All gradients, recomputing the hidden activations. dx [R,L] is fp32 working space; dw1, dw3 [E,F,L], dw2 [E,L,F] and
+ * dweight [N,A] are fp32. Returns 1 if memory ran out. */
+EXPORT int experts_backward(sgemm_t sgemm, const void *z, const float *weight, const void *w1, const void *w3,
+                            const void *w2, const int64_t *offset, const int64_t *slot, const int64_t *place,
+                            const void *dout, int64_t N, int64_t E, int A, int64_t L, int64_t F,
+                            float beta, float linear_beta, int z_half, int w_half, float *dx, void *dz, float *dweight,
+                            float *dw1, float *dw3, float *dw2, int threads) {
+    size_t parts = 2 * rounded(ROWS * L) + 3 * rounded(ROWS * F) + (w_half ? 3 * rounded(L * F) : 0);
+    float *scratch = scratch_floats(parts, threads);
+    if (!scratch) return 1;
+    Caps caps = {beta, linear_beta};
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t e = 0; e < E; e++) {
+        float *x = scratch + parts * thread_number(), *dy = x + rounded(ROWS * L);
+        float *gate = dy + rounded(ROWS * L), *up = gate + rounded(ROWS * F), *d = up + rounded(ROWS * F);
+        float *space = d + rounded(ROWS * F);
+        float *g1 = dw1 + e * L * F, *g3 = dw3 + e * L * F, *g2 = dw2 + e * L * F;
+        if (offset[e] == offset[e + 1]) {
+            memset(g1, 0, sizeof(float) * L * F);
+            memset(g3, 0, sizeof(float) * L * F);
+            memset(g2, 0, sizeof(float) * L * F);
+            continue;
+        }
+        const float *m1 = expert_matrix(w1, e, L * F, w_half, space);
+        const float *m3 = expert_matrix(w3, e, L * F, w_half, space + rounded(L * F));
+        const float *m2 = expert_matrix(w2, e, L * F, w_half, space + 2 * rounded(L * F));
+        float old = 0.0f; /* the first block of rows overwrites the gradients, later ones add */
+        for (int64_t first = offset[e]; first < offset[e + 1]; first += ROWS, old = 1.0f) {
+            int rows = (int)(offset[e + 1] - first < ROWS ? offset[e + 1] - first : ROWS);
+            for (int r = 0; r < rows; r++) {
+                load_row(x + r * L, z, slot[first + r] / A, L, z_half);
+                load_row(dy + r * L, dout, slot[first + r] / A, L, z_half);
+            }
+            gemm_nt(sgemm, rows, (int)F, (int)L, x, m1, gate);
+            gemm_nt(sgemm, rows, (int)F, (int)L, x, m3, up);
+            gemm_nn(sgemm, rows, (int)F, (int)L, dy, m2, 0.0f, d);
+            for (int r = 0; r < rows; r++) {
+                int64_t at = slot[first + r];
+                dweight[at] = glu_backward(gate + r * F, up + r * F, d + r * F, F, weight[at], caps);
+            }
+            gemm_tn(sgemm, (int)L, (int)F, rows, dy, d, old, g2);
+            gemm_tn(sgemm, (int)F, (int)L, rows, gate, x, old, g1);
+            gemm_tn(sgemm, (int)F, (int)L, rows, up, x, old, g3);
+            gemm_nn(sgemm, rows, (int)L, (int)F, gate, m1, 0.0f, dx + first * L);
+            gemm_nn(sgemm, rows, (int)L, (int)F, up, m3, 1.0f, dx + first * L);
+        }
+    }
+    combine(dx, NULL, place, N, A, L, dz, z_half, scratch, threads);
+    free(scratch);
+    return 0;
+}
+
+/* ---- experts, a few tokens: matrix-vector products ---------------------------------------------------------------- */
+
+/* out[i] = <row i of w, x>, 4 rows of n elements; four sums hide the latency of the additions. */
+#define DOT4(NAME, TYPE, LOAD)                                                                                           \
+    static void NAME(const TYPE *restrict w, int64_t n, const float *restrict x, float *restrict out) {                  \
+        const TYPE *restrict w1 = w + n, *restrict w2 = w + 2 * n, *restrict w3 = w + 3 * n;                             \
+        float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;                                                                \
+        _Pragma("omp simd reduction(+ : s0, s1, s2, s3)") for (int64_t i = 0; i < n; i++) {                              \
+            s0 += LOAD(w[i]) * x[i];                                                                                     \
+            s1 += LOAD(w1[i]) * x[i];                                                                                    \
+            s2 += LOAD(w2[i]) * x[i];                                                                                    \
+            s3 += LOAD(w3[i]) * x[i];                                                                                    \
+        }                                                                                                                \
+        out[0] = s0, out[1] = s1, out[2] = s2, out[3] = s3;                                                              \
+    }                                                                                                                    \
+    static float NAME##_one(const TYPE *restrict w, int64_t n, const float *restrict x) {                                \
+        float s = 0.0f;                                                                                                  \
+        _Pragma("omp simd reduction(+ : s)") for (int64_t i = 0; i < n; i++) s += LOAD(w[i]) * x[i];                     \
+        return s;                                                                                                        \
+    }
+
+#define PLAIN(x) (x)
+DOT4(dot_f32, float, PLAIN)
+DOT4(dot_bf16, uint16_t, pl_from_bf16)
+
+/* out[first..last) = W x for rows of n elements. Rows go in fours counted from row 0, so that a row's sum does not
+ * depend on how threads divide the rows (`first` is a multiple of 4). */
+static void matvec(const void *w, int64_t first, int64_t last, int64_t n, const float *x, float *out, int half) {
+    for (int64_t row = first; row < last; row += 4) {
+        if (row + 4 <= last) {
+            if (half) dot_bf16((const uint16_t *)w + row * n, n, x, out + row);
+            else dot_f32((const float *)w + row * n, n, x, out + row);
+            continue;
+        }
+        for (int64_t r = row; r < last; r++)
+            out[r] = half ? dot_bf16_one((const uint16_t *)w + r * n, n, x) : dot_f32_one((const float *)w + r * n, n, x);
+    }
+}
+
+enum { STRIP = 32, DECODE_WORK = 1 << 17 };
+
+static int64_t strips(int64_t rows) { return (rows + STRIP - 1) / STRIP; }
+static int64_t strip_end(int64_t strip, int64_t rows) { return (strip + 1) * STRIP < rows ? (strip + 1) * STRIP : rows; }
+
+static const void *matrix_at(const void *all, int64_t e, int64_t size, int half) {
+    return half ? (const void *)((const uint16_t *)all + e * size) : (const void *)((const float *)all + e * size);
+}
+
+/* The experts of a few tokens. z [N,L], index/weight [N,A]; out [N,L]. Returns 1 if memory ran out. */
+EXPORT int experts_decode(const void *z, const int64_t *index, const float *weight, const void *w1, const void *w3,
+                          const void *w2, int64_t N, int A, int64_t L, int64_t F, float beta, float linear_beta,
+                          int z_half, int w_half, void *out, int threads) {
+    int64_t R = N * A;
+    float *x = scratch_floats(N * L + R * (2 * F + L), 1);
+    if (!x) return 1;
+    float *gate = x + N * L, *up = gate + R * F, *y = up + R * F;
+    Caps caps = {beta, linear_beta};
+    int wide = 3 * R * L * F > DECODE_WORK ? threads : 1;
+    load_row(x, z, 0, N * L, z_half);
+#pragma omp parallel num_threads(wide) if (wide > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t s = 0; s < R * strips(F); s++) {
+            int64_t r = s / strips(F), first = s % strips(F) * STRIP, last = strip_end(s % strips(F), F);
+            int64_t e = index[r];
+            matvec(matrix_at(w1, e, L * F, w_half), first, last, L, x + r / A * L, gate + r * F, w_half);
+            matvec(matrix_at(w3, e, L * F, w_half), first, last, L, x + r / A * L, up + r * F, w_half);
+            glu(gate + r * F + first, up + r * F + first, last - first, caps);
+        }
+#pragma omp for schedule(static)
+        for (int64_t s = 0; s < N * strips(L); s++) {
+            int64_t n = s / strips(L), first = s % strips(L) * STRIP, last = strip_end(s % strips(L), L);
+            float *sum = x + n * L; /* the token itself is no longer needed */
+            for (int64_t r = n * A; r < (n + 1) * A; r++)
+                matvec(matrix_at(w2, index[r], L * F, w_half), first, last, F, gate + r * F, y + r * L, w_half);
+            for (int64_t l = first; l < last; l++) {
+                float total = 0.0f;
+                for (int64_t r = n * A; r < (n + 1) * A; r++) total += weight[r] * y[r * L + l];
+                sum[l] = total;
+            }
+        }
+    }
+    store_row(out, x, 0, N * L, z_half);
+    free(x);
+    return 0;
+}
+
+/* Router and experts of a few tokens in one call: logit [N,E] fp32, bias [E], z [N,L] -> out [N,L]. */
+EXPORT int moe_decode(const float *logit, const float *bias, const void *z, const void *w1, const void *w3,
+                      const void *w2, int64_t N, int64_t E, int A, int64_t L, int64_t F, int renormalize, float scaling,
+                      float beta, float linear_beta, int z_half, int w_half, void *out, int threads) {
+    int64_t *index = malloc((sizeof(int64_t) + sizeof(float)) * N * A + sizeof(float) * N * (E + 1));
+    if (!index) return 1;
+    float *weight = (float *)(index + N * A), *score = weight + N * A, *cutoff = score + N * E;
+    int failed = route(logit, bias, N, E, A, renormalize, scaling, score, index, weight, cutoff, 1) ||
+                 experts_decode(z, index, weight, w1, w3, w2, N, A, L, F, beta, linear_beta, z_half, w_half, out, threads);
+    free(index);
+    return failed;
 }
