@@ -19,8 +19,8 @@ MAX_TOKENS = 8  # beyond this several tokens meet at an expert, and a matrix pro
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
     """Return whether `moe_decode` runs its C kernel ("native") or router and experts separately ("torch"), and why."""
-    if forced() in ("torch", "reference"):
-        return Choice("torch", f"asked for {forced()}")
+    if (wanted := forced()) in ("torch", "reference"):
+        return Choice("torch", f"asked for {wanted}")
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
     return Choice("torch", reason) if reason else Choice("native", "one C call for router and experts")
 

@@ -28,8 +28,8 @@ from perilune.ops.situ_glu import GLUS, glu
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
     """Return which implementation `routed_experts` takes for these operands, and why."""
-    if forced() in ("torch", "reference"):
-        return Choice("torch", f"asked for {forced()}")
+    if (wanted := forced()) in ("torch", "reference"):
+        return Choice("torch", f"asked for {wanted}")
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
     if reason is None and z_NL.dtype == torch.bfloat16 and native.multiplies_bf16():
         reason = "this CPU multiplies bf16 in hardware, the C path would widen to fp32"

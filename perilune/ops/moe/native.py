@@ -30,7 +30,7 @@ _library: ctypes.CDLL | None = None
 def why_not(*tensors: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Return why the C kernels cannot take these tensors, or None if they can."""
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return f"the C kernels run on CPU, the input is on {tensor.device.type}"
         if tensor.dtype not in dtypes:
             return f"the C kernels take {', '.join(str(d)[6:] for d in dtypes)}, the input is {str(tensor.dtype)[6:]}"
@@ -157,8 +157,9 @@ def _half(tensor: Tensor) -> bool:
 
 
 def _weights(*weights: Tensor) -> tuple[Tensor, ...]:
-    """The three weight stacks, contiguous and of one dtype."""
-    assert len({w.dtype for w in weights}) == 1, f"expert weights of dtypes {[w.dtype for w in weights]}"
+    """The weight stacks, contiguous and of one dtype."""
+    kind = weights[0].dtype
+    assert all(w.dtype is kind for w in weights), f"expert weights of dtypes {[w.dtype for w in weights]}"
     return tuple(w.contiguous() for w in weights)
 
 

@@ -20,8 +20,8 @@ from perilune.ops.moe.balancer import Balancer, centred
 
 def select(scores_NE: Tensor) -> Choice:
     """Return which implementation accumulates the histogram for these scores, and why."""
-    if forced() in ("torch", "reference"):
-        return Choice("torch", f"asked for {forced()}")
+    if (wanted := forced()) in ("torch", "reference"):
+        return Choice("torch", f"asked for {wanted}")
     reason = native.why_not(scores_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: no [N, E] temporaries")
 

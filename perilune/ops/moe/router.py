@@ -41,8 +41,8 @@ class Routing(NamedTuple):
 
 def select(logits_NE: Tensor) -> Choice:
     """Return which implementation `route` takes for these logits, and why."""
-    if forced() in ("torch", "reference"):
-        return Choice("torch", f"asked for {forced()}")
+    if (wanted := forced()) in ("torch", "reference"):
+        return Choice("torch", f"asked for {wanted}")
     reason = native.why_not(logits_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: one pass instead of a full top-k")
 
@@ -71,9 +71,12 @@ def route(
     if not 1 <= k < experts:
         raise ConfigError(f"{k} active experts of {experts}; allowed: 1 to {experts - 1}; lower top-k or add experts")
     assert bias_E.shape == (experts,), f"bias {tuple(bias_E.shape)} for {experts} experts"
-    bias_E = bias_E.detach().to(logits_NE.dtype)
+    if bias_E.dtype is not logits_NE.dtype:
+        bias_E = bias_E.to(logits_NE.dtype)
     if select(logits_NE).implementation == "native":
-        return Routing(*_NativeRoute.apply(logits_NE, bias_E, k, renormalize, scaling_factor))
+        tracked = torch.is_grad_enabled() and logits_NE.requires_grad  # an untracked apply costs more than the routing
+        function = _NativeRoute.apply if tracked else native.route
+        return Routing(*function(logits_NE, bias_E, k, renormalize, scaling_factor))
     scores_NE = torch.sigmoid(logits_NE)
     with torch.no_grad():
         biased_NE = scores_NE + bias_E
