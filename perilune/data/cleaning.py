@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.data.document import Corpus, Document
+from perilune.data.document import Corpus, Document, LeftOut, long_lines
 
 MAX_BLANK_LINES = 3
 MAX_LINE_REPEATS = 4
@@ -42,6 +42,25 @@ def clean_corpus(corpus: Corpus) -> Corpus:
     """Every document cleaned; texts that become empty or equal are left out."""
     documents = [Document.of(document.name, document.group, clean(document.text)) for document in corpus.documents]
     return Corpus.of(documents, corpus.left_out)
+
+
+def drop_near_duplicates(corpus: Corpus, *, max_shared: float = 0.8) -> Corpus:
+    """Leave out each document of whose long lines more than `max_shared` stand in documents before it.
+
+    This finds vendored copies and re-exports that an exact comparison misses. Short documents without a long line stay.
+    """
+    seen: set[str] = set()
+    kept, left_out = [], list(corpus.left_out)
+    for document in corpus.documents:
+        lines = long_lines(document.text)
+        shared = sum(line in seen for line in lines) / max(1, len(lines))
+        if shared > max_shared:
+            reason = f"{shared:.0%} of its long lines are in documents before it"
+            left_out.append(LeftOut(document.name, reason, document.num_bytes))
+        else:
+            kept.append(document)
+            seen.update(lines)
+    return Corpus(tuple(kept), tuple(left_out))
 
 
 def long_document_repeats(num_tokens: Sequence[int] | NDArray[np.int64], weight: float) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ def standard_library() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     corpus = _python_sources(root, "stdlib") if root.is_dir() else Corpus(())
     if not corpus.documents:
-        raise RequestError(f"{root} holds no Python sources; name your own text with --data.path")
+        raise RequestError(f"{root} holds no Python sources; name your own text with --data")
     return corpus
 
 
@@ -66,7 +66,7 @@ def read_paths(paths: Sequence[str | Path], *, field: str = "text", on_bad_text:
 
     A file is one document and its own group; of a directory every file below it is taken, hidden and binary ones
     aside, and its top-level entries are the groups. Each record of a `.jsonl` file and each row of a `.parquet` file
-    is a document and a group of its own.
+    is a document and a group of its own, unless a jsonl record names itself (`name`) or its group (`group`).
 
     Args:
         paths: files, directories, or glob patterns.
@@ -203,8 +203,13 @@ def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
         keys = list(record) if isinstance(record, dict) else type(record).__name__
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             raise RequestError(f"{path} line {number} has no text in field {field!r} (it has {keys}); set --data.field")
-        record_name = f"{name}:{number:08d}"
-        yield Document.of(record_name, record_name, record[field])
+        place = f"{name}:{number:08d}"
+        own_name, group = record.get("name"), record.get("group")
+        yield Document.of(
+            own_name if isinstance(own_name, str) else place,
+            group if isinstance(group, str) else place,
+            record[field],
+        )
 
 
 def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:

@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LONG_LINE_CHARS = 40
+"""A line of at least this many characters, indentation aside, is long: unlikely to be equal by chance."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -80,3 +83,8 @@ class Corpus:
         for document in self.documents:
             digest.update(f"{document.group}\0{document.name}\0{document.sha256}\n".encode())
         return digest.hexdigest()
+
+
+def long_lines(text: str) -> list[str]:
+    """The long lines of a text, without indentation and trailing spaces."""
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= LONG_LINE_CHARS]

@@ -26,6 +26,9 @@ from perilune.tokenizer import Tokenizer, load_tokenizer, train_bpe
 BPE_SAMPLE_BYTES = 4_000_000
 """Text that the BPE merges are learnt from; more changes the compression by about 1 %."""
 
+RECIPE = 2
+"""Version of the split, of the BPE training and of the encoding: raised when any of them changes its result."""
+
 _ENCODE_CHARS = 1 << 22
 
 
@@ -77,7 +80,7 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
             f"tokenizer {tokenizer} has {given.vocab_size} ids, the model only {vocab_size}; set model.vocab_size to at "
             f"least {given.vocab_size}"
         )
-    recipe = [FORMAT, corpus.fingerprint, holdout, given.fingerprint if given else BPE_SAMPLE_BYTES, vocab_size]
+    recipe = [FORMAT, RECIPE, corpus.fingerprint, holdout, given.fingerprint if given else BPE_SAMPLE_BYTES, vocab_size]
     path = cache / hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)

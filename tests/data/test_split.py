@@ -75,10 +75,36 @@ def test_both_sides_get_at_least_one_group(holdout):
     assert len(parts.train) == len(parts.held_out) == 1
 
 
+def test_groups_are_added_until_enough_text_is_held_out():
+    """The first group by hash is a copy of another: the next one is held out in its place."""
+    corpus = corpus_of(GROUPS[:6], files=1)
+    first = split(corpus, holdout=0.1).held_out[0]
+    other = next(d for d in corpus.documents if d.name != first.name)
+    copied = Document.of(first.name, first.group, other.text + "\n")
+    parts = split(Corpus.of([d if d.name != first.name else copied for d in corpus.documents]), holdout=0.1)
+    assert parts.held_out and first.name in {item.name for item in parts.left_out}
+
+
 def test_nothing_left_is_explained():
-    with pytest.raises(RequestError, match="nothing to hold out"):
+    with pytest.raises(RequestError, match=r"1 documents \(1 bytes\) cannot be divided"):
         split(Corpus.of([Document.of("a", "a", "x")]), holdout=0.1)
     same = "".join(line(i) for i in range(10))
     twins = Corpus.of([Document.of("a", "a", same), Document.of("b", "b", same + "\n")])
     with pytest.raises(RequestError, match="100% of its long lines"):
         split(twins, holdout=0.5)
+
+
+def test_a_package_larger_than_the_held_out_share_is_divided():
+    """A package of 90 % of the text cannot be held out as a whole; its sub-packages can."""
+    big = [
+        Document.of(f"r/big/{part}/{f}.py", "r/big", "".join(line("big", part, f, i) for i in range(10)))
+        for part in range(45)
+        for f in range(2)
+    ]
+    corpus = Corpus.of([*big, *corpus_of(GROUPS[:5]).documents])
+    parts = split(corpus, holdout=0.2)
+    held_out, train = ({d.group for d in side} for side in (parts.held_out, parts.train))
+    assert any(group.startswith("r/big/") for group in held_out) and any(group.startswith("r/big/") for group in train)
+    assert not held_out & train and all(group.count("/") == (2 if "big" in group else 1) for group in held_out | train)
+    share = sum(d.num_bytes for d in parts.held_out) / corpus.num_bytes
+    assert 0.05 < share < 0.4
