@@ -68,7 +68,11 @@ def linear_cross_entropy(
         elements = CPU_CHUNK_ELEMENTS if x_ND.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
         chunk = max(MIN_CHUNK, elements // len(weight_ZD))
     native = select(x_ND).implementation == "native"
-    loss = _LinearCrossEntropy.apply(x_ND, weight_ZD, target_N, ignore_index, reduction != "none", chunk, native)
+    # Under no_grad a Function's needs_input_grad still says yes, so the wish is decided here.
+    early = torch.is_grad_enabled() and reduction != "none"
+    wanted = (early and x_ND.requires_grad, early and weight_ZD.requires_grad)
+    settings = (ignore_index, chunk, native)
+    loss = _LinearCrossEntropy.apply(x_ND, weight_ZD, target_N, settings, reduction != "none", wanted)
     if reduction == "sum":
         return loss
     if reduction == "mean":
@@ -109,11 +113,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     tokens' factors are not known before)."""
 
     @staticmethod
-    def forward(ctx, x_ND, weight_ZD, target_N, ignore_index, summed, chunk, native):
-        ctx.settings = ignore_index, chunk, native
-        ctx.summed = summed
-        wanted = ctx.needs_input_grad[:2] if summed else (False, False)
-        loss_N, dx_ND, dweight_ZD = _pass(x_ND, weight_ZD, target_N, *ctx.settings, wanted, None)
+    def forward(ctx, x_ND, weight_ZD, target_N, settings, summed, wanted):
+        ctx.settings, ctx.summed = settings, summed
+        loss_N, dx_ND, dweight_ZD = _pass(x_ND, weight_ZD, target_N, *settings, wanted, None)
         if summed:
             ctx.save_for_backward(dx_ND, dweight_ZD)
             return loss_N.sum()
@@ -128,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             wanted = ctx.needs_input_grad[:2]
             _, dx_ND, dweight_ZD = _pass(*ctx.saved_tensors, *ctx.settings, wanted, dloss.contiguous())
-        return dx_ND, dweight_ZD, None, None, None, None, None
+        return dx_ND, dweight_ZD, None, None, None, None
 
 
 def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, native, wanted, scale_N):

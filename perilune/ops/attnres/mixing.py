@@ -114,7 +114,7 @@ def _torch_scores(sources, score_weight_D, eps):
     for source in sources:
         source = source.to(exact)
         squares.append(source.square().mean(-1))
-        products.append(source @ score_weight_D)
+        products.append((source * score_weight_D).sum(-1))  # a matrix-vector product sums less exactly
     rstd = (torch.stack(squares, -1) + eps).rsqrt()
     return torch.stack(products, -1) * rstd, rstd
 
@@ -137,11 +137,11 @@ def _torch_backward(sources, score_weight_D, weights, rstd, dmix, wanted):
     dscore_D, dsources = torch.zeros_like(c_D), []
     for i, source in enumerate(sources):
         v, f, r = source.to(exact), factor[..., i : i + 1], rstd[..., i : i + 1]
-        dscore_D += f.reshape(-1) @ v.reshape(-1, width)
+        dscore_D += (f * v).reshape(-1, width).sum(0)
         if not wanted[i]:
             dsources.append(None)
             continue
-        pull = (v @ c_D)[..., None] * r.square() * f / width
+        pull = (v * c_D).sum(-1, keepdim=True) * r.square() * f / width
         dsources.append((dmix * weights[..., i : i + 1] + f * c_D).sub_(pull * v).to(source.dtype))
     return dscore_D.to(score_weight_D.dtype), dsources
 

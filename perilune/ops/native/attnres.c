@@ -33,23 +33,20 @@
 
 #else
 
-/* <v, v> and <v, c> in one read; four chains of vectors, so that the adder's latency does not set the pace. */
-PL_INLINE float NAME(products)(const T *restrict v, const float *restrict c, int64_t D, float *squares) {
-    int64_t half = D / 2;
-    const T *restrict w = v + half;
-    const float *restrict e = c + half;
-    float s = 0.0f, t = 0.0f, u = 0.0f, x = 0.0f;
-#pragma omp simd reduction(+ : s, t, u, x)
-    for (int64_t d = 0; d < half; d++) {
-        float a = LOAD(v[d]), b = LOAD(w[d]);
-        s += a * a;
-        u += a * c[d];
-        t += b * b;
-        x += b * e[d];
+/* <v, x> and <v, c> in one read. Each quarter of the row has chains of its own: short chains round less, and eight of
+ * them keep the adders busy. */
+PL_INLINE float NAME(products)(const T *restrict v, const T *restrict x, const float *restrict c, int64_t D, float *with_x) {
+    int64_t q = D / 4;
+    float x0 = 0.0f, x1 = 0.0f, x2 = 0.0f, x3 = 0.0f, c0 = 0.0f, c1 = 0.0f, c2 = 0.0f, c3 = 0.0f;
+#pragma omp simd reduction(+ : x0, x1, x2, x3, c0, c1, c2, c3)
+    for (int64_t d = 0; d < q; d++) {
+        float v0 = LOAD(v[d]), v1 = LOAD(v[d + q]), v2 = LOAD(v[d + 2 * q]), v3 = LOAD(v[d + 3 * q]);
+        x0 += v0 * LOAD(x[d]), x1 += v1 * LOAD(x[d + q]), x2 += v2 * LOAD(x[d + 2 * q]), x3 += v3 * LOAD(x[d + 3 * q]);
+        c0 += v0 * c[d], c1 += v1 * c[d + q], c2 += v2 * c[d + 2 * q], c3 += v3 * c[d + 3 * q];
     }
-    float last = D % 2 ? LOAD(v[D - 1]) : 0.0f;
-    *squares = s + t + last * last;
-    return u + x + (D % 2 ? last * c[D - 1] : 0.0f);
+    for (int64_t d = 4 * q; d < D; d++) x0 += LOAD(v[d]) * LOAD(x[d]), c0 += LOAD(v[d]) * c[d];
+    *with_x = (x0 + x1) + (x2 + x3);
+    return (c0 + c1) + (c2 + c3);
 }
 
 /* s_i = <v_i, c> rsqrt(mean v_i^2 + eps); p = softmax(s); out = sum_i p_i v_i. Writes p to weights [rows, M], and the
@@ -62,7 +59,8 @@ EXPORT void NAME(mix_forward)(const T *const *source, const int64_t *stride, con
         float *p = weights + n * M;
         float top = -__builtin_inff(), sum = 0.0f;
         for (int64_t i = 0; i < M; i++) {
-            float squares, u = NAME(products)(source[i] + n * stride[i], c, D, &squares);
+            const T *v = source[i] + n * stride[i];
+            float squares, u = NAME(products)(v, v, c, D, &squares);
             float r = pl_rsqrtf(squares * inverse + eps);
             if (rstd) rstd[n * M + i] = r;
             p[i] = u * r;
@@ -115,21 +113,12 @@ EXPORT void NAME(mix_backward)(const T *const *source, const int64_t *stride, co
             const T *restrict g = dout + n * dout_stride;
             float mean = 0.0f;
             for (int64_t i = 0; i < M; i++) {
-                const T *restrict v = source[i] + n * stride[i];
-                float gv = 0.0f, cv = 0.0f;
-#pragma omp simd reduction(+ : gv, cv)
-                for (int64_t d = 0; d < D; d++) {
-                    float a = LOAD(v[d]);
-                    gv += a * LOAD(g[d]);
-                    cv += a * c[d];
-                }
-                along[i] = gv;
-                back[i] = cv;
-                mean += p[i] * gv;
+                back[i] = NAME(products)(source[i] + n * stride[i], g, c, D, &along[i]);
+                mean += p[i] * along[i];
             }
             for (int64_t i = 0; i < M; i++) {
                 float ds = p[i] * (along[i] - mean);
-                along[i] = ds * r[i];                                         /* factor of c in dv, and of v in dc */
+                along[i] = ds * r[i];                                 /* factor of c in dv, and of v in dc */
                 back[i] = along[i] * back[i] * r[i] * r[i] * inverse; /* factor of v in dv */
             }
             for (int64_t i = 0; i < M; i++) {
