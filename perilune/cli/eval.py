@@ -1,0 +1,71 @@
+"""`perilune eval`: bits per byte of a run on all of its held-out text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import NoReturn
+
+from perilune.errors import ConfigError
+from perilune.rundir import RunDir
+
+HELP = """usage: perilune eval --run NAME [options]
+
+Bits per byte of a run on the text that it never saw: every held-out byte counts, no context is cut.
+
+  --run NAME|PATH    the run; a bare name lives under runs/
+  --step N           which checkpoint (default: the newest whole one)
+  --tokens N         score about this many tokens; 0 = all (default)
+  --device D         auto | cpu | cuda (default: as trained)
+  --json             one JSON object on stdout
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"eval: {message}; see perilune eval --help")
+
+
+def run(args: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    parser = _Parser(prog="perilune eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--run")
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(args)
+    if flags.help:
+        print(HELP, end="")
+        return 0
+    if not flags.run:
+        raise ConfigError("eval: --run NAME is needed: which run is to be scored?")
+    if flags.tokens < 0:
+        raise ConfigError(f"--tokens {flags.tokens} must be 0 (all) or more")
+    from perilune.eval.heldout import evaluate_run
+
+    result = evaluate_run(flags.run, step=flags.step, max_tokens=flags.tokens, device=flags.device)
+    folder = RunDir.resolve(flags.run).path
+    if flags.json:
+        print(
+            json.dumps(
+                {
+                    "run": str(folder),
+                    "step": flags.step,
+                    "bits_per_byte": result.bits_per_byte,
+                    "nats": result.nats,
+                    "bytes": result.bytes,
+                    "tokens": result.tokens,
+                    "documents": result.documents,
+                    "seconds": result.seconds,
+                }
+            )
+        )
+        return 0
+    print(
+        f"{folder}: {result.bits_per_byte:.4f} bits/byte on {result.bytes:,} held-out bytes "
+        f"({result.documents} documents, {result.tokens:,} tokens, {result.seconds:.1f} s)"
+    )
+    print(f"next: perilune report {flags.run}")
+    return 0

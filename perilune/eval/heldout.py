@@ -1,0 +1,36 @@
+"""Bits per byte of a finished run on the text that it never saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from perilune.loading import load_run
+from perilune.rundir import RunDir
+from perilune.train.heldout import HeldOutResult, score_held_out
+from perilune.train.precision import resolve_device, resolve_precision, set_threads
+from perilune.train.run_data import open_data
+
+
+def evaluate_run(
+    name_or_path: str | Path, *, step: int | None = None, max_tokens: int = 0, device: str | None = None
+) -> HeldOutResult:
+    """Score a run's held-out text with one of its checkpoints.
+
+    Args:
+        name_or_path: a run under `runs/`, or its folder.
+        step: which checkpoint; None = the newest whole one.
+        max_tokens: about this many tokens; 0 = all of the held-out text.
+        device: auto | cpu | cuda; None = as the run was trained.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, or it is damaged.
+        RequestError: the run's text cannot be read any more.
+    """
+    loaded = load_run(name_or_path, step=step)
+    place: torch.device = resolve_device(device or loaded.config.device)
+    set_threads(loaded.config)
+    loaded.model.compute_dtype = resolve_precision(loaded.config.precision, place).dtype
+    data = open_data(loaded.config, RunDir.resolve(name_or_path))
+    return score_held_out(loaded.model.to(place), data.held_out, data.token_bytes, max_tokens=max_tokens)
