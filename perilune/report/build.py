@@ -8,7 +8,7 @@ from pathlib import Path
 from perilune.errors import RequestError
 from perilune.report import figures
 from perilune.report.collect import Run, collect
-from perilune.report.html import render
+from perilune.report.html import Page, render
 from perilune.report.image import write_png
 from perilune.report.page import comparison_page, run_page
 from perilune.rundir import write_atomic
@@ -43,15 +43,23 @@ def build(runs: Sequence[str | Path], out: str | Path | None = None, *, compare:
     read = [collect(run) for run in runs]
     page = run_page(read[0]) if len(read) == 1 else comparison_page(read, details=not compare)
     default = read[0].path / "report.html" if len(read) == 1 else read[0].path.parent / "comparison.html"
-    path = Path(out) if out is not None else default
+    return write_page(page, Path(out) if out is not None else default)
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Write a page to `path`, whole or not at all; return `path`.
+
+    Raises:
+        RequestError: `path` cannot be written, or the extra `report` is not installed.
+    """
     if path.is_dir():
-        raise RequestError(f"--out {path} is a folder; give the name of a file, for example {path / 'report.html'}")
+        raise RequestError(f"{path} is a folder; give the name of a file, for example {path / 'report.html'}")
     text = render(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode("utf-8"))
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+        raise RequestError(f"cannot write {path}: {error.strerror}; choose another place") from error
     return path
 
 

@@ -68,11 +68,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page; charts that are None are left out by whoever builds it."""
+    """A part of the page: a text, sentences as a list, then charts, tables, samples and blocks."""
 
     anchor: str
     title: str
     text: str = ""
+    points: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
@@ -118,7 +119,7 @@ def render(page: Page) -> str:
             shown.append({"key": key, "title": chart.title, "caption": chart.caption, "full": full, "height": height})
         if len(shown) % 2 and len(shown) > 1:
             shown[0]["full"] = True
-        names = ("anchor", "title", "text", "tables", "samples", "blocks", "notes")
+        names = ("anchor", "title", "text", "points", "tables", "samples", "blocks", "notes")
         sections.append({name: getattr(section, name) for name in names} | {"figures": shown})
     folder = files("perilune.report") / "templates"
     template = jinja2.Environment(

@@ -34,7 +34,8 @@ def comparison_page(runs: Sequence[Run], *, details: bool) -> Page:
 
 
 def _renamed(section: Section, anchor: str, title: str) -> Section:
-    return Section(anchor=anchor, title=title, text=section.text, charts=section.charts, tables=section.tables,
+    return Section(anchor=anchor, title=title, text=section.text,
+        points=section.points, charts=section.charts, tables=section.tables,
                    samples=section.samples, blocks=section.blocks, notes=section.notes)  # fmt: skip
 
 

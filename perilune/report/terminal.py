@@ -65,7 +65,7 @@ def _lines(chart: LineChart, width: int, height: int = 11) -> list[str]:
 
     shown = [(series, x, y) for series, x, y in zip(chart.series, xs, ys, strict=True) if not series.faint]
     for position, (series, x, y) in enumerate(shown):
-        known = np.isfinite(x) & np.isfinite(y)
+        known = np.isfinite(x) & np.isfinite(y) & (y >= y_low) & (y <= y_high)
         px, py = place(np.where(known, x, 0.0), np.where(known, y, 0.0))
         for i in np.flatnonzero(known):
             points = 1
