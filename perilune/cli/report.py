@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from perilune.config.parse import parse_flags
-from perilune.report import build, images
+from perilune.report import build, expand, images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class ReportFlags:
     """What `perilune report` writes.
 
     Attributes:
-        runs: names of runs under runs/, or their folders; several are put side by side.
+        runs: names of runs under runs/, or folders of a run or of several runs, which are put side by side.
         out: file to write; without it report.html in the run's folder, runs/comparison.html for several.
         compare: only the side-by-side part, without each run's own sections.
         png: also write the main pictures of every run as PNG files into this folder.
@@ -38,9 +38,9 @@ def run(args: list[str]) -> int:
     path = build(flags.runs, flags.out, compare=flags.compare)
     pictures: list[Path] = []
     if flags.png is not None:
-        for name in flags.runs:
-            folder = flags.png if len(flags.runs) == 1 else flags.png / Path(name).name
-            pictures += images(name, folder)
+        folders, _ = expand(flags.runs)
+        for name in folders:
+            pictures += images(name, flags.png if len(folders) == 1 else flags.png / Path(name).name)
     if flags.json:
         print(
             json.dumps(

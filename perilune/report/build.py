@@ -11,7 +11,7 @@ from perilune.report.collect import Run, collect
 from perilune.report.html import Page, render
 from perilune.report.image import write_png
 from perilune.report.page import comparison_page, run_page
-from perilune.rundir import write_atomic
+from perilune.rundir import RunDir, write_atomic
 
 IMAGES = {
     "loss": figures.loss,
@@ -28,7 +28,8 @@ def build(runs: Sequence[str | Path], out: str | Path | None = None, *, compare:
     """Write one self-contained HTML page about one or several runs; return where it is.
 
     Args:
-        runs: names under `runs/`, or folders. Several are put side by side, and each one's own sections follow.
+        runs: names under `runs/`, or folders: of a run, or one that holds runs (an ablation). Several runs are put side
+            by side, and each one's own sections follow. Files among several arguments (a shell's `*`) are left out.
         out: file to write; None = `report.html` in the run's folder, or `runs/comparison.html` for several.
         compare: only the side-by-side part.
 
@@ -38,12 +39,34 @@ def build(runs: Sequence[str | Path], out: str | Path | None = None, *, compare:
     """
     if not runs:
         raise RequestError("no run was named; give the name of a run under runs/, or its folder")
-    if compare and len(runs) < 2:
-        raise RequestError(f"--compare was given {len(runs)} run; name at least two, or leave --compare out")
-    read = [collect(run) for run in runs]
+    folders, skipped = expand(runs)
+    if compare and len(folders) < 2:
+        raise RequestError(f"--compare was given {len(folders)} run; name at least two, or leave --compare out")
+    read = [collect(run) for run in folders]
+    read[0].notes += [f"{path} is not a run folder and was left out." for path in skipped]
     page = run_page(read[0]) if len(read) == 1 else comparison_page(read, details=not compare)
     default = read[0].path / "report.html" if len(read) == 1 else read[0].path.parent / "comparison.html"
     return write_page(page, Path(out) if out is not None else default)
+
+
+def expand(runs: Sequence[str | Path]) -> tuple[list[str | Path], list[Path]]:
+    """Return the run folders that are meant, and files that were left out."""
+    meant: list[str | Path] = []
+    skipped: list[Path] = []
+    for given in runs:
+        folder = RunDir.resolve(given).path
+        inside = [path.parent for path in sorted(folder.glob("*/config.toml"))]
+        if len(runs) > 1 and Path(given).is_file():
+            skipped.append(Path(given))
+        elif inside and not (folder / "config.toml").exists():
+            meant += inside
+        else:
+            meant.append(given)
+    if not meant:
+        raise RequestError(
+            f"no run among {', '.join(str(run) for run in runs)}; give names of runs under runs/, or their folders"
+        )
+    return meant, skipped
 
 
 def write_page(page: Page, path: Path) -> Path:

@@ -43,6 +43,7 @@ class Run:
         config: the resolved configuration as nested dictionaries; empty if unreadable.
         train, evals, samples: records of metrics.jsonl by kind, in order of step.
         probes: by step, oldest first.
+        unbalanced: training records of the same model without load balancing (the demo trains one beside its run).
         notes: what is missing or damaged, one sentence each.
     """
 
@@ -57,6 +58,7 @@ class Run:
     evals: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
+    unbalanced: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def column(self, key: str, records: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
@@ -111,6 +113,7 @@ def collect(name_or_path: str | Path) -> Run:
         run.notes.append(f"The loss was not finite from step {first}; curves leave those points out.")
     if not run.summary:
         run.notes.append("There is no summary.json: the run has not finished, or was stopped before its end.")
+    run.unbalanced = RunDir(folder.path / "without_balancing").read_metrics("train")
     _read_probes(folder, run)
     return run
 

@@ -81,12 +81,14 @@ def bits_per_byte(run: Run) -> Chart | None:
     bits = run.column("bits_per_byte", run.evals)
     if not np.isfinite(bits).any():
         return None
-    lines = [(value, label) for value, label in baselines(run)]
+    lines = baselines(run)
+    partial = bool(run.setting("eval.tokens")) and run.setting("eval.final_tokens") == 0 and len(bits) > 1
     return LineChart(
         title="Bits per byte on held-out text", x_label="step", y_label="bits per byte", horizontals=lines,
         series=[Series(name="model", x=run.column("step", run.evals), y=bits, color=0)],
         verticals=stage_boundaries(run),
-        caption="Below the lowest dotted line, the model predicts unseen text better than every baseline on the same bytes.",
+        caption="Below the lowest dotted line, the model predicts unseen text better than every baseline."
+        + (" Points before the last are measured on a fixed part of the held-out text, the last on all of it." if partial else ""),
     )  # fmt: skip
 
 
@@ -160,6 +162,22 @@ def routing_balance(run: Run) -> Chart | None:
             alive = np.isfinite(table).any(axis=1)
             x, y = thin(steps[alive], smooth(reduce(table[alive], axis=1), 5))
             series.append(Series(name=name, x=x, y=y, color=color))
+    free = [
+        (record["step"], row)
+        for record in run.unbalanced
+        if isinstance(row := record.get("routing_max_over_mean"), list) and row
+    ]
+    if free:
+        mean = np.array([np.mean([_float(row, i) for i in range(len(row))]) for _, row in free])
+        series.append(
+            Series(
+                name="without balancing, mean of layers",
+                x=[step for step, _ in free],
+                y=smooth(mean, 5),
+                style="dash",
+                color=7,
+            )
+        )
     return LineChart(
         title="Routing balance", x_label="step", y_label="busiest expert ÷ mean load", y_log=True, series=series, horizontals=[(1.0, "perfect balance")],
         caption="Quantile balancing should fall close to 1 within a few steps and stay there; what is left is the noise of one batch.",
@@ -311,7 +329,9 @@ def _probed(run: Run, name: str, keep: int | None = None) -> list[tuple[int, np.
 def compare_loss(runs: Sequence[Run]) -> Chart | None:
     """Smoothed training losses of several runs over tokens."""
     series = []
-    for position, run in enumerate(run for run in runs if run.train):
+    for position, run in zip(_families(runs), runs):
+        if not run.train:
+            continue
         x, y = thin(
             run.column("tokens") / 1e6, smooth(run.column("loss"), max(5, min(50, len(run.train) // 20))), limit=500
         )
@@ -325,7 +345,7 @@ def compare_loss(runs: Sequence[Run]) -> Chart | None:
 def compare_bits(runs: Sequence[Run]) -> Chart | None:
     """Held-out bits per byte of several runs over tokens."""
     series = []
-    for position, run in enumerate(runs):
+    for position, run in zip(_families(runs), runs):
         bits, steps = run.column("bits_per_byte", run.evals), run.column("step", run.evals)
         if np.isfinite(bits).any():
             per_step = float(run.setting("tokens_per_step", math.nan))
@@ -335,6 +355,16 @@ def compare_bits(runs: Sequence[Run]) -> Chart | None:
     lines = next((lines for run in runs if (lines := baselines(run))), [])
     return LineChart(title="Held-out bits per byte", x_label="million tokens", y_label="bits per byte", series=series, horizontals=lines,
                      caption="Comparable across tokenizers, as long as the held-out bytes are the same.")  # fmt: skip
+
+
+def _families(runs: Sequence[Run]) -> list[int]:
+    """Number of each run's family: runs that differ only in their seed share one, and a colour."""
+    seen: dict[str, int] = {}
+    keys = [
+        repr({key: value for key, value in run.config.items() if key != "seed"}) if run.config else run.name
+        for run in runs
+    ]
+    return [seen.setdefault(key, len(seen)) for key in keys]
 
 
 def compare_final(runs: Sequence[Run]) -> Chart | None:

@@ -49,12 +49,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Text that the model wrote after `prompt` at `step`."""
+    """Text that the model wrote after `prompt`, with a heading and a remark."""
 
-    step: int
+    label: str
     prompt: str
     text: str
-    bits: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

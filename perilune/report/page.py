@@ -127,6 +127,9 @@ def _cards(run: Run) -> list[Card]:
         detail = "The busiest expert, averaged over layers and the last fifth of the steps."
         if isinstance(pooled, (int, float)):
             detail += f" Pooled over those steps, the worst layer has {pooled:.3f}."
+        free = dig(run.summary, "routing_without_balancing.max_over_mean")
+        if isinstance(free, (int, float)):
+            detail += f" Without balancing: {free:.2f}."
         cards.append(Card(label="routing", value=f"{ratio:.2f}", unit="× mean load", detail=detail))
     cached = dig(run.summary, "serve.cached_tokens_second_turn")
     if isinstance(cached, (int, float)):
@@ -166,22 +169,50 @@ def _section(anchor: str, title: str, text: str, charts: Sequence[Chart | None],
 
 
 def _samples(run: Run, limit: int = 6) -> Section | None:
-    if not run.samples:
-        return None
-    first_prompt = run.samples[-1].get("prompt")
-    chosen = [record for record in run.samples if record.get("prompt") == first_prompt]
-    last_step = chosen[-1]["step"]
-    chosen += [record for record in run.samples if record["step"] == last_step and record.get("prompt") != first_prompt]
-    if len(chosen) > limit:
-        chosen = [chosen[round(i * (len(chosen) - 1) / (limit - 1))] for i in range(limit)]
+    chosen = _spread(run.samples, limit)
     bits = {record["step"]: record.get("bits_per_byte") for record in run.evals}
-    shown = [
-        Sample(step=record["step"], prompt=str(record.get("prompt", "")), text=str(record.get("text", "")),
-               bits=f"{bits[record['step']]:.3f}" if isinstance(bits.get(record["step"]), (int, float)) else "")
-        for record in chosen
-    ]  # fmt: skip
-    return Section(anchor="samples", title="What it writes", samples=shown,
-                   text="The marked text was given, the rest was sampled from the model at that step; nothing was picked by hand.")  # fmt: skip
+    shown = []
+    for record in chosen:
+        value = bits.get(record["step"])
+        remark = f"{value:.3f} bits per byte" if isinstance(value, (int, float)) else ""
+        shown.append(
+            Sample(
+                label=f"step {record['step']}",
+                prompt=str(record.get("prompt", "")),
+                text=str(record.get("text", "")),
+                remark=remark,
+            )
+        )
+    generated = run.summary.get("generate")
+    if isinstance(generated, dict) and isinstance(generated.get("text"), str):
+        shown.append(
+            Sample(
+                label="the finished model",
+                prompt=str(generated.get("prompt", "")),
+                text=generated["text"],
+                remark="128 tokens at most",
+            )
+        )
+    messages = dig(run.summary, "serve.messages", [])
+    turns = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    for turn, (asked, answered) in enumerate(zip(turns[::2], turns[1::2]), start=1):
+        shown.append(Sample(label=f"chat over HTTP, turn {turn}", prompt=str(asked.get("content", "")) + "\n", text=str(answered.get("content", "")),
+                            remark="a base model, not taught to chat"))  # fmt: skip
+    if not shown:
+        return None
+    text = "The marked text was given, the rest was sampled from the model; nothing was picked by hand."
+    return Section(anchor="samples", title="What it writes", samples=shown, text=text)
+
+
+def _spread(samples: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """At most `limit` samples of the last prompt spread over training, and those of other prompts at the last step."""
+    if not samples:
+        return []
+    prompt, last = samples[-1].get("prompt"), samples[-1]["step"]
+    over_time = [record for record in samples if record.get("prompt") == prompt]
+    if len(over_time) > limit:
+        over_time = [over_time[round(i * (len(over_time) - 1) / (limit - 1))] for i in range(limit)]
+    return over_time + [record for record in samples if record["step"] == last and record.get("prompt") != prompt]
 
 
 def _data(run: Run) -> Section | None:

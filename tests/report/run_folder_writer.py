@@ -74,7 +74,11 @@ def write_run(path: Path, *, steps: int = 240, seed: int = 0, floor: float = 2.1
                   "tokens_per_second": 2048 * steps / seconds, "loss_first": records[0]["loss"], "val_bits_per_byte": floor / 1.386},
         "baselines": {"gzip9": 2.31, "xz9e": 1.93, "trigram": 1.82},
         "routing": {"max_over_mean": 1.13, "pooled_worst_layer": 1.06},
-        "generate": {"tokens_per_second": 210.0}, "serve": {"cached_tokens_second_turn": 87}, "report": str(path / "report.html"),
+        "routing_without_balancing": {"max_over_mean": 2.61, "pooled_worst_layer": 2.44, "steps": 60},
+        "generate": {"tokens_per_second": 210.0, "prompt": "def main(", "text": "argv: list[str]) -> int:\n"},
+        "serve": {"cached_tokens_second_turn": 87, "messages": [
+            {"role": "user", "content": "Sort a list."}, {"role": "assistant", "content": "return sorted(values)"},
+            {"role": "user", "content": "And reversed?"}, {"role": "assistant", "content": "<reversed>"}]}, "report": str(path / "report.html"),
     }  # fmt: skip
     (path / "summary.json").write_text(json.dumps(summary))
     return path

@@ -89,7 +89,8 @@ def test_page_shows_the_numbers_of_the_run(run_folder):
     summary = json.loads((run_folder / "summary.json").read_text())
     body = html[: html.index('id="figures"')]
     for text in (f"{summary['train']['val_bits_per_byte']:.3f}", "2.310", "1.930", "1.820", "1.13", "1.060", ">87<", "zipfile", "a processor",
-                 "perilune train --config", "quantile"):  # fmt: skip
+                 "perilune train --config", "quantile",
+                 "Without balancing: 2.61", "And reversed?", "&lt;reversed&gt;", "argv: list[str]"):  # fmt: skip
         assert text in body, text
     losses = [
         figure
@@ -204,6 +205,24 @@ def test_several_runs_are_compared_with_the_spread_between_seeds(tmp_path):
     both = Reader(build(folders[:2], tmp_path / "two.html").read_text("utf-8"))
     assert headings[0] in [text.strip() for text in both.text["h3"]]
     assert len(both.ids) == len(set(both.ids))
+
+
+def test_a_folder_of_runs_stands_for_them_and_stray_files_are_left_out(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "ablation" / f"block-{seed}", seed=seed)
+    (tmp_path / "ablation" / "ablation.json").write_text("{}")
+    whole = build([tmp_path / "ablation"], compare=True)
+    assert whole == tmp_path / "ablation" / "comparison.html"
+    globbed = build(sorted(tmp_path.glob("ablation/*")), tmp_path / "g.html", compare=True).read_text("utf-8")
+    assert "ablation.json is not a run folder" in globbed
+    assert "block-0" in globbed
+
+
+def test_an_unbalanced_run_beside_the_demo_is_drawn(run_folder):
+    write_run(run_folder / "without_balancing", steps=60, balancer="none")
+    drawn = embedded(build([run_folder]).read_text("utf-8"), "figures")
+    names = [trace.get("name") for figure in drawn.values() for trace in figure["data"]]
+    assert "without balancing, mean of layers" in names
 
 
 def test_what_is_no_run_is_refused_with_what_to_do(tmp_path, monkeypatch, run_folder):
