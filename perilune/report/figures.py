@@ -15,7 +15,7 @@ from perilune.explain.depth import running_sum_last, site_name, source_names
 from perilune.report.collect import Run
 
 MAX_POINTS = 1200
-MAX_CELLS = 120_000
+MAX_CELLS = 40_000
 BASELINES = (("gzip9", "gzip −9"), ("xz9e", "xz −9e"), ("trigram", "token trigram"))
 
 

@@ -29,9 +29,9 @@ def figure(chart: Chart) -> Figure:
     return _ridges(chart)
 
 
-def numbers(values: Iterable[float]) -> list[float | None]:
-    """Plain floats of at most six digits; what is not finite becomes None, since JSON has no NaN."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in map(float, values)]
+def numbers(values: Iterable[float], digits: int = 6) -> list[float | None]:
+    """Plain floats of at most so many digits; what is not finite becomes None, since JSON has no NaN."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in map(float, values)]
 
 
 def _axis(label: str, log: bool = False) -> Figure:
@@ -108,7 +108,7 @@ def _lines(chart: LineChart) -> Figure:
 
 
 def _matrix(matrix: np.ndarray) -> list[list[float | None]]:
-    return [numbers(row) for row in np.asarray(matrix, dtype=float)]
+    return [numbers(row, digits=4) for row in np.asarray(matrix, dtype=float)]
 
 
 def _heatmap(chart: Heatmap) -> Figure:
@@ -126,7 +126,9 @@ def _heatmap(chart: Heatmap) -> Figure:
     layout: Figure = {
         "xaxis": _axis(chart.x_label) | {"type": "category", "showgrid": False},
         "yaxis": _axis(chart.y_label) | {"type": "category", "autorange": "reversed", "showgrid": False},
-        "height": min(900, max(230, 110 + 30 * len(chart.rows)) + (90 if slider else 0)),
+        "height": min(
+            900, max(230, 110 + (30 if len(chart.rows) <= 12 else 20) * len(chart.rows)) + (90 if slider else 0)
+        ),
     }
     result: Figure = {"data": [trace], "layout": layout}
     if slider:

@@ -274,3 +274,24 @@ def test_a_browser_draws_every_figure(run_folder, tmp_path):
     assert f'data-drawn="{len(FIGURES)}"' in done.stdout
     assert 'data-theme="dark"' in done.stdout
     assert done.stdout.count("main-svg") >= len(FIGURES)
+
+
+def test_many_probes_are_thinned_to_a_bounded_page(run_folder):
+    rng = np.random.default_rng(0)
+    for step in range(250, 400):
+        np.savez(
+            run_folder / "probes" / f"step-{step:08d}.npz",
+            routing_counts=rng.poisson(100, size=(24, 64)),
+            routing_layers=np.arange(24),
+        )
+    path = build([run_folder])
+    assert path.stat().st_size < 6_000_000
+    drawn = embedded(path.read_text("utf-8"), "figures")
+    load = next(
+        figure
+        for figure in drawn.values()
+        if figure["data"][0].get("colorbar", {}).get("title", {}).get("text") == "load ÷ mean"
+    )
+    names = [frame["name"] for frame in load["frames"]]
+    assert 10 < len(names) <= 40
+    assert (names[0], names[-1]) == ("step 250", "step 399")
