@@ -24,7 +24,7 @@ def explain(subject: Subject) -> Explanation:
         )
     seen = probe(subject.model, subject.ids_BT)
     summed = cfg.residual in ("block", "full")
-    weights = seen["attnres_weights"].numpy()
+    weights = np.asarray(seen["attnres_weights"])
     weights = running_sum_last(weights) if summed else weights
     sites = [site_name(site) for site in seen["attnres_sites"]]
     sources = source_names(weights.shape[1], cfg.attn_res_block_layers if summed else None, cfg.residual)

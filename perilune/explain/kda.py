@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.errors import RequestError
 from perilune.explain.chart import Bars, LineChart, Ridges, Series
 from perilune.explain.explanation import Explanation
 from perilune.explain.subject import Subject
@@ -19,12 +18,10 @@ from perilune.ops.kda.reference import _recur
 
 def explain(subject: Subject) -> Explanation:
     """Write and overwrite a value, read it back; state energy along the text; half-lives of the model's channels."""
-    layers = [index for index, block in enumerate(subject.model.layers) if type(block.mixer) is KDA]
-    if not layers:
-        raise RequestError(f"{subject.label} has no KDA layer; its mixers are {', '.join(subject.cfg.layer_mixers)}")
+    layers = list(subject.mixers(KDA))
     delta, added = overwrite(erase=True), overwrite(erase=False)
     energy = state_energy(subject)
-    half_lives = probe(subject.model, subject.ids_BT)["kda_half_life"].numpy()
+    half_lives = np.asarray(probe(subject.model, subject.ids_BT)["kda_half_life"])
     medians = [float(np.median(half_lives[i])) for i in range(len(layers))]
     steps = list(range(1, subject.ids_BT.shape[1] + 1))
     reads = ("a value stored", "overwritten by a new one", "32 tokens later")

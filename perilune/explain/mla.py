@@ -10,7 +10,6 @@ from torch import Tensor
 
 from perilune.config.model import MLAConfig, ModelConfig
 from perilune.config.presets import k3
-from perilune.errors import RequestError
 from perilune.explain.chart import Bars, LineChart, Series
 from perilune.explain.explanation import Explanation
 from perilune.explain.subject import Subject
@@ -21,10 +20,7 @@ from perilune.shapes.cache import cache_bytes_per_token, recurrent_bytes
 
 def explain(subject: Subject) -> Explanation:
     """Cache sizes, permutation of the history with and without positions, absorbed against rebuilt keys."""
-    layers = [index for index, block in enumerate(subject.model.layers) if isinstance(block.mixer, GatedMLA)]
-    if not layers:
-        raise RequestError(f"{subject.label} has no MLA layer; its mixers are {', '.join(subject.cfg.layer_mixers)}")
-    layer = copy.deepcopy(subject.model.layers[layers[0]].mixer).double().eval()
+    layer = copy.deepcopy(next(iter(subject.mixers(GatedMLA).values()))).double().eval()
     mla = layer.mla
     x_BTD = torch.randn(1, 48, subject.cfg.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain = permutation_change(layer, x_BTD)

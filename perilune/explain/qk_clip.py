@@ -7,7 +7,6 @@ import copy
 import torch
 from torch import Tensor
 
-from perilune.errors import RequestError
 from perilune.explain.chart import Bars
 from perilune.explain.explanation import Explanation
 from perilune.explain.subject import Subject
@@ -20,10 +19,8 @@ TAU = 100.0
 
 def explain(subject: Subject) -> Explanation:
     """Blow up half the heads of an MLA layer's query, clip, and look at the logits and at what did not change."""
-    layers = [index for index, block in enumerate(subject.model.layers) if isinstance(block.mixer, GatedMLA)]
-    if not layers:
-        raise RequestError(f"{subject.label} has no MLA layer; its mixers are {', '.join(subject.cfg.layer_mixers)}")
-    layer = copy.deepcopy(subject.model.layers[layers[-1]].mixer).double()
+    index, mixer = list(subject.mixers(GatedMLA).items())[-1]
+    layer = copy.deepcopy(mixer).double()
     heads = layer.mla.num_heads
     x_BTD = torch.randn(1, 64, subject.cfg.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     natural = largest(layer, x_BTD)
@@ -66,7 +63,7 @@ def explain(subject: Subject) -> Explanation:
         },
         charts=[
             Bars(
-                title=f"Largest logit of each head, layer {layers[-1]}",
+                title=f"Largest logit of each head, layer {index}",
                 categories=[f"head {i}" for i in range(heads)],
                 groups=[
                     ("as it is", natural.tolist()),

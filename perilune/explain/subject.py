@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perilune.config.model import ModelConfig
 from perilune.config.presets import tiny
@@ -13,6 +14,8 @@ from perilune.errors import RequestError
 from perilune.loading import load_run
 from perilune.model import Transformer, init_weights
 from perilune.tokenizer import ByteTokenizer, Tokenizer
+
+Mixer = TypeVar("Mixer", bound=nn.Module)
 
 SENTENCE = "def area(width, height):\n    return width * height\n"
 MAX_TOKENS = 512
@@ -41,6 +44,23 @@ class Subject:
     def cfg(self) -> ModelConfig:
         """The model's configuration."""
         return self.model.cfg
+
+    def mixers(self, kind: type[Mixer]) -> dict[int, Mixer]:
+        """The model's sequence mixers of a kind, by layer.
+
+        Raises:
+            RequestError: it has none.
+        """
+        found: dict[int, Mixer] = {}
+        for index, block in enumerate(self.model.layers):
+            mixer = getattr(block, "mixer", None)
+            if isinstance(mixer, kind):
+                found[index] = mixer
+        if not found:
+            raise RequestError(
+                f"{self.label} has no {kind.__name__} layer, its mixers are {', '.join(self.cfg.layer_mixers)}; name another --run, or none"
+            )
+        return found
 
     def only_if_trained(self) -> list[str]:
         """A warning that the picture shows the start of training; empty for a trained model."""

@@ -236,11 +236,11 @@ def attnres(run: Run) -> Chart | None:
         frames = [(label, running_sum_last(weights)) for label, weights in frames]
     rows, columns = frames[-1][1].shape
     sites = next((found for probe in reversed(run.probes) if (found := probe.get("attnres_sites")) is not None), None)
-    known = sites is not None and len(sites) == rows
+    names = [site_name(str(site)) for site in sites] if sites is not None else []
     return Heatmap(
         title="Attention residual weights",
         frames=frames,
-        rows=[site_name(str(site)) for site in sites] if known else [f"site {i}" for i in range(rows)],
+        rows=names if len(names) == rows else [f"site {i}" for i in range(rows)],
         columns=source_names(
             columns, run.setting("model.attn_res_block_layers", 1) if summed else None, run.setting("model.residual")
         ),
