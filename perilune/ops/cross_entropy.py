@@ -18,7 +18,7 @@ from perilune.errors import ConfigError, RequestError
 from perilune.ops.choice import Choice
 from perilune.ops.native.rows import choose, entry, threads_for
 
-CPU_CHUNK_ELEMENTS = 1 << 21  # 8 MiB of float32 logits: stays near the cores' caches
+CPU_CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32 logits: stays near the cores' caches
 DEVICE_CHUNK_ELEMENTS = 1 << 26  # 256 MiB: large enough for full-rate products
 MIN_CHUNK = 16
 REDUCTIONS = ("mean", "sum", "none")
