@@ -109,7 +109,10 @@ class Generator:
         assert start is None or ids[: len(start.ids)] == start.ids, "the kept prompt is not a prefix of this one"
         before = self.tokens_run
         done = len(start.ids) if start else 0
-        state = start.state if start else self._new_state(len(ids))
+        state = start.state if start else self._new_state()
+        with torch.inference_mode():
+            # Powers of two, so that caches of different prompts have few sizes and can be joined.
+            state.reserve(max(64, 1 << len(ids).bit_length()))
         logits = start.logits_1Z if start else None
         for at in range(done, len(ids), self.prefill_chunk):
             logits = self.forward([ids[at : at + self.prefill_chunk]], state)
@@ -122,8 +125,8 @@ class Generator:
         return Prefix(list(prefix.ids), prefix.state.clone(), prefix.logits_1Z.clone(), 0)
 
     @torch.inference_mode()
-    def _new_state(self, tokens: int) -> ModelState:
-        return self.model.new_state(1, capacity=tokens + 64)
+    def _new_state(self) -> ModelState:
+        return self.model.new_state(1, capacity=64)
 
     def start(
         self,

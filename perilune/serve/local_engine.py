@@ -71,8 +71,9 @@ class LocalEngine:
                         f"prompt has the token id {token_id}; this model's ids are 0..{self.tokenizer.vocab_size - 1}",
                         "prompt",
                     )
-        # An empty prompt asks for a text from its beginning: what follows the end of another document.
-        return ids or [self.tokenizer.special.eos]
+        if not ids:  # no context predicts how a document begins, so nothing was learned about it
+            raise FieldError("the prompt is empty; give at least the first word of the text", "prompt")
+        return ids
 
     def _fit(self, ids: Sequence[int], params: SamplingParams, param: str) -> SamplingParams:
         room = self.context_length - len(ids)
@@ -159,6 +160,8 @@ class LocalJob:
         """
         engine, generator = self._engine, self._engine.generator
         assert self._generation is not None and self._messages is not None
+        if engine.kept.limit == 0:
+            return
         for answer in self._generation.answers:
             message = {"role": "assistant", "content": answer.reader.text, "reasoning": answer.reader.reasoning}
             turn = render_chat(

@@ -1,0 +1,57 @@
+"""From a run folder to an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from perilune.errors import CheckpointError, ConfigError
+from perilune.loading import load_run
+from perilune.rundir import RunDir
+from perilune.serve.generator import Generator
+from perilune.serve.local_engine import LocalEngine
+
+
+def load_engine(
+    run: str | Path, *, device: str = "auto", step: int | None = None, context_length: int = 8192, kept_states: int = 16
+) -> LocalEngine:
+    """Load a run's newest checkpoint, or that of `step`, as an engine that bears the run's name.
+
+    The run's `chat.json` says whether the model was taught to think; a run without a chat stage was not, and its
+    generation prompt opens the response at once.
+
+    Args:
+        run: a name under `runs/`, or a folder.
+        device: auto = CUDA if there is one, else CPU.
+        context_length, kept_states: see `LocalEngine`.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, or it is damaged.
+        ConfigError: there is no such device.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    loaded = load_run(run, device, step)
+    folder = RunDir.resolve(run)
+    return LocalEngine(
+        Generator(loaded.model, loaded.tokenizer),
+        name=folder.name,
+        thinking=_thinking(folder),
+        context_length=context_length,
+        kept_states=kept_states,
+    )
+
+
+def _thinking(folder: RunDir) -> bool:
+    if not (folder.path / "chat.json").exists():
+        return False
+    value = folder.read_json("chat.json")
+    thinking = value.get("thinking") if isinstance(value, dict) else None
+    if not isinstance(thinking, bool):
+        raise CheckpointError(
+            f'{folder.path / "chat.json"} must hold {{"thinking": true}} or false; it has {str(value)[:80]}'
+        )
+    return thinking
