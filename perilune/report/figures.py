@@ -25,8 +25,7 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     place = np.arange(len(values))
-    reach = np.minimum(span // 2, np.minimum(place, len(values) - 1 - place))
-    low, high = place - reach, place + reach + 1
+    low, high = np.maximum(place - span // 2, 0), np.minimum(place + span // 2 + 1, len(values))
     found = counts[high] - counts[low]
     return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), np.nan)
 
@@ -87,7 +86,11 @@ def bits_per_byte(run: Run) -> Chart | None:
         title="Bits per byte on held-out text", x_label="step", y_label="bits per byte", horizontals=lines,
         series=[Series(name="model", x=run.column("step", run.evals), y=bits, color=0)],
         verticals=stage_boundaries(run),
-        caption="Below the lowest dotted line, the model predicts unseen text better than every baseline."
+        caption=(
+            "Below the lowest dotted line, the model predicts unseen text better than every baseline."
+            if lines
+            else "Lower is better: the cost of unseen text, whatever the tokenizer."
+        )
         + (" Points before the last are measured on a fixed part of the held-out text, the last on all of it." if partial else ""),
     )  # fmt: skip
 

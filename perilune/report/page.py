@@ -362,7 +362,7 @@ def said(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         text = f"{value:,}"
-        return f"{text} ({amount(value)}B)" if key.endswith("bytes") and value >= 10_000 else text
+        return f"{text} ({value / 1e6:.3g} MB)" if key.endswith("bytes") and value >= 10_000 else text
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -108,7 +108,7 @@ def test_numbers_have_no_nan_and_six_digits():
 
 def test_smooth_is_the_mean_around_a_point_and_skips_gaps():
     values = np.array([1.0, 3.0, np.nan, 5.0, 7.0])
-    assert smooth(values, 3).tolist() == [1.0, 2.0, 4.0, 6.0, 7.0]
+    assert smooth(values, 3).tolist() == [2.0, 2.0, 4.0, 6.0, 6.0]
     assert np.isnan(smooth(np.full(4, np.nan), 3)).all()
 
 
