@@ -1,4 +1,4 @@
-"""What every test shares: one thread, seeds from the test's name, reduced counts that are printed, GPU and soak gates."""
+"""What every test shares: one thread, seeds from the test's name, counts that a soak raises, the GPU gate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ settings.register_profile("soak", parent=settings.get_profile("suite"), max_exam
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="run the checks marked soak, with full counts")
+    parser.addoption("--soak", action="store_true", help="full counts for the checks marked soak")
     parser.addoption("--soak-again", action="store_true", help="also those that passed already at this version")
 
 
@@ -38,19 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests without a GPU and soak tests outside a soak; a soak continues behind the checks that passed."""
+    """Skip GPU tests without a GPU. Property tests belong to a soak; it goes on behind the checks that passed before."""
+    soaking = config.getoption("--soak")
     passed = {} if config.getoption("--soak-again") else _passed()
     for item in items:
         folder = item.path.parent.name
         if folder in ("gpu", "dist"):
             item.add_marker(getattr(pytest.mark, folder))
+        if hasattr(getattr(item, "function", None), "hypothesis"):
+            item.add_marker(pytest.mark.soak)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
-        if not item.get_closest_marker("soak"):
-            continue
-        if not config.getoption("--soak"):
-            item.add_marker(pytest.mark.skip(reason="full count; runs under `bootstrap.py soak`"))
-        elif passed.get(item.nodeid) == _version_of_tree():
+        if soaking and item.get_closest_marker("soak") and passed.get(item.nodeid) == _version_of_tree():
             item.add_marker(pytest.mark.skip(reason="passed already at this version; --soak-again repeats it"))
 
 
@@ -85,7 +84,7 @@ def _passed() -> dict[str, int]:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = (yield).get_result()
-    if report.when == "call" and report.passed and item.get_closest_marker("soak"):
+    if report.when == "call" and report.passed and item.config.getoption("--soak") and item.get_closest_marker("soak"):
         record = _passed() | {item.nodeid: _version_of_tree()}
         SOAK_RECORD.parent.mkdir(parents=True, exist_ok=True)
         part = SOAK_RECORD.with_suffix(".part")
