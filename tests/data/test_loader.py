@@ -82,6 +82,35 @@ def test_an_epoch_shows_every_window_once(store):
         assert phases, "the windows are not a partition of the stream"
 
 
+def test_epochs_differ_in_order_and_in_phase(store):
+    source = TextSource(store)
+    count = source.windows_per_epoch(16)
+    stream = store.read(0, store.num_tokens).tolist()
+    place = {tuple(stream[i : i + 16]): i for i in range(len(stream) - 15)}
+    starts = [
+        [place[tuple(source.window(epoch * count + i, 16, (1,)).ids.tolist())] for i in range(count)]
+        for epoch in range(4)
+    ]
+    assert len({min(each) for each in starts}) > 1, "every epoch cuts at the same places"
+    assert len({tuple(np.argsort(each)) for each in starts}) == 4, "epochs share an order"
+
+
+def test_a_stage_begins_with_its_own_first_windows(store):
+    expected = [TextSource(store).window(i, 32, (3, 1, 0)).ids for i in range(8)]
+    got = torch.cat([loader(store).batch(step).ids_BT for step in (20, 21)])
+    assert got.tolist() == np.stack(expected).tolist()
+
+
+def test_synthetic_windows_take_turns_and_differ():
+    source = SyntheticSource([Recall(), StateTracking(3)], 400)
+    windows = [source.window(i, 40, (1, 2)) for i in range(4)]
+    dot = Recall().symbols - 1
+    assert [dot in each.ids for each in windows] == [True, False, True, False]
+    assert windows[0].ids.tolist() != windows[2].ids.tolist()
+    assert source.window(0, 40, (1, 3)).ids.tolist() != windows[0].ids.tolist()
+    assert all(each.starts.tolist() == [True] + [False] * 39 for each in windows)
+
+
 def test_targets_are_next_tokens_and_never_cross_documents(store):
     for step in range(5):
         batch = loader(store).batch(step)

@@ -165,3 +165,5 @@ def test_t33_undeclared_tools_are_typed_and_not_shown():
 def test_a_marker_without_an_end_gives_its_text_back():
     response = parse_response(TOKENIZER, output("a", OPEN, "b" * 100, END), thinking=False)
     assert response.content == "a" + "b" * 100
+    response = parse_response(TOKENIZER, output("a", OPEN, "b", OPEN, "think", SEP, "c", END), thinking=False)
+    assert (response.reasoning, response.content) == ("c", "ab")
