@@ -23,7 +23,7 @@ static void forward_task(const kda_args *a, int64_t n, int head, int K, int V, f
         kda_chunk_load(a, &c, head, begin, first, end, K, V);
         kda_chunk_products(&c, K, k_inv_T);
         for (int i = 0; i < K; i++)
-            for (int j = 0; j < V; j++) state[i * V + j] *= c.alpha[i];
+            PL_SIMD for (int j = 0; j < V; j++) state[i * V + j] *= c.alpha[i];
         pl_matmul(2 * PL_CHUNK, V, K, c.queries, K, 1, state, V, read, V, 0);
         kda_chunk_solve(&c, read + PL_CHUNK * V, V);
         for (int r = 0; r < c.count; r++) {
@@ -110,7 +110,7 @@ static void backward_rows(const kda_chunk *c, backward_buffers *b, int K, int V,
     const float *last = c->since + (PL_CHUNK - 1) * K;
     float *d_qa = b->d_queries, *d_ka = d_qa + PL_CHUNK * K;
     for (int r = 0; r < PL_CHUNK; r++)
-        for (int i = 0; i < V; i++) b->d_out[(PL_CHUNK + r) * V + i] = -c->beta[r] * b->d_r[r * V + i];
+        PL_SIMD for (int i = 0; i < V; i++) b->d_out[(PL_CHUNK + r) * V + i] = -c->beta[r] * b->d_r[r * V + i];
     /* cotangents of P and of -KK, both from products with U^T */
     pl_transpose(PL_CHUNK, V, c->u, V, b->u_T, PL_CHUNK);
     pl_matmul(PL_CHUNK, PL_CHUNK, V, b->d_out, V, 1, b->u_T, PL_CHUNK, b->d_products, PL_CHUNK, 0);
@@ -143,14 +143,14 @@ static void backward_rows(const kda_chunk *c, backward_buffers *b, int K, int V,
     /* Log-decays of rows 1 and on. A row's decay scales what earlier rows write to the state (summed from the front) and
      * what is read at or after it (summed from the back). Row 0 acts through the entry state alone. */
     for (int r = 1; r < c->count; r++)
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             int at = r * K + i, before = at - K;
             b->d_g[at] = (r > 1 ? b->d_g[before] : 0.0f) + c->k_end[before] * b->d_k_end[before];
         }
     float *sum = b->d_last;
     for (int r = c->count - 1; r > 0; r--) {
         const float *qa = c->queries + r * K, *ka = qa + PL_CHUNK * K;
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             int at = r * K + i;
             sum[i] += qa[i] * d_qa[at] + ka[i] * d_ka[at] - c->k_inv[at] * b->d_k_inv[at];
             b->d_g[at] += sum[i];
@@ -158,7 +158,7 @@ static void backward_rows(const kda_chunk *c, backward_buffers *b, int K, int V,
     }
     for (int i = 0; i < K; i++) {
         b->d_g[i] = pl_dot(V, c->state + i * V, b->d_state + i * V);
-        for (int j = 0; j < V; j++) b->d_state[i * V + j] *= c->alpha[i];
+        PL_SIMD for (int j = 0; j < V; j++) b->d_state[i * V + j] *= c->alpha[i];
     }
 }
 
@@ -166,7 +166,7 @@ static void backward_rows(const kda_chunk *c, backward_buffers *b, int K, int V,
 static void backward_norm(float *restrict d, const float *restrict y, float rstd, int K, int l2_norm) {
     if (!l2_norm) return;
     float along = pl_dot(K, d, y);
-    for (int i = 0; i < K; i++) d[i] = (d[i] - y[i] * along) * rstd;
+    PL_SIMD for (int i = 0; i < K; i++) d[i] = (d[i] - y[i] * along) * rstd;
 }
 
 static void backward_write(const kda_args *a, const kda_chunk *c, backward_buffers *b, int head, int K, int V,
@@ -179,7 +179,7 @@ static void backward_write(const kda_args *a, const kda_chunk *c, backward_buffe
         const float *until = c->until + r * K, *d_k_inv = b->d_k_inv + r * K, *d_k_end = b->d_k_end + r * K;
         const float *slope = c->slope + r * K, *rate = c->rate + r * K;
         float diagonal = b->d_products[r * PL_CHUNK + r], scale = a->scale;
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             d_q[i] = scale * (since[i] * d_q[i] + diagonal * k[i]);
             d_k[i] = since[i] * d_k[i] + inverse[i] * d_k_inv[i] + until[i] * d_k_end[i] + diagonal * scale * q[i];
             b->d_rate[i] += d_g[i] * rate[i];
@@ -195,7 +195,7 @@ static void backward_write(const kda_args *a, const kda_chunk *c, backward_buffe
             beta *= a->beta_scale * pl_sigmoidf(x) * pl_sigmoidf(-x);
         }
         float *d_v = b->d_out + (PL_CHUNK + r) * V;
-        for (int i = 0; i < V; i++) d_v[i] = -d_v[i];
+        PL_SIMD for (int i = 0; i < V; i++) d_v[i] = -d_v[i];
         pl_write(a->dq, row * key_dim, d_q, key_dim, (int)a->dqk_type);
         pl_write(a->dk, row * key_dim, d_k, key_dim, (int)a->dqk_type);
         pl_write(a->dv, row * a->value_dim, d_v, (int)a->value_dim, (int)a->type);
@@ -234,7 +234,7 @@ static void backward_task(const kda_args *a, int64_t n, int head, int K, int V, 
             kda_chunk_load(a, c, head, begin, first, end, K, V);
             kda_chunk_products(c, K, b->k_inv_T);
             for (int i = 0; i < K; i++)
-                for (int j = 0; j < V; j++) c->state[i * V + j] *= c->alpha[i];
+                PL_SIMD for (int j = 0; j < V; j++) c->state[i * V + j] *= c->alpha[i];
             pl_matmul(PL_CHUNK, V, K, c->queries + PL_CHUNK * K, K, 1, c->state, V, b->d_u, V, 0);
             kda_chunk_solve(c, b->d_u, V);
             count++;

@@ -83,32 +83,32 @@ PL_INLINE void kda_decay_all(const kda_args *a, int head, int64_t token, int K, 
     int key_dim = (int)a->key_dim;
     pl_read(alpha, a->g, token * a->g_stride + (int64_t)head * key_dim, key_dim, K, (int)a->g_type);
     if (!a->gate) {
-        for (int i = 0; i < K; i++) alpha[i] = pl_expf(alpha[i]);
+        PL_SIMD for (int i = 0; i < K; i++) alpha[i] = pl_expf(alpha[i]);
         if (slope)
-            for (int i = 0; i < K; i++) slope[i] = 1.0f, rate[i] = 0.0f;
+            PL_SIMD for (int i = 0; i < K; i++) slope[i] = 1.0f, rate[i] = 0.0f;
         return;
     }
     if (a->dt_bias) {
         const float *bias = a->dt_bias + (int64_t)head * key_dim;
-        for (int i = 0; i < key_dim; i++) alpha[i] += bias[i];
+        PL_SIMD for (int i = 0; i < key_dim; i++) alpha[i] += bias[i];
     }
     float e = a->A_log ? pl_expf(a->A_log[head]) : 1.0f, bound = a->lower_bound;
     if (a->bounded) {
         if (slope) {
-            for (int i = 0; i < K; i++) {
+            PL_SIMD for (int i = 0; i < K; i++) {
                 float y = e * alpha[i], s = pl_sigmoidf(y), d = bound * s * pl_sigmoidf(-y);
                 slope[i] = d * e, rate[i] = d * y, alpha[i] = pl_expf(bound * s);
             }
         } else {
-            for (int i = 0; i < K; i++) alpha[i] = pl_expf(bound * pl_sigmoidf(e * alpha[i]));
+            PL_SIMD for (int i = 0; i < K; i++) alpha[i] = pl_expf(bound * pl_sigmoidf(e * alpha[i]));
         }
     } else if (slope) {
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             float g = -e * pl_softplusf(alpha[i]);
             slope[i] = -e * pl_sigmoidf(alpha[i]), rate[i] = g, alpha[i] = pl_expf(g);
         }
     } else {
-        for (int i = 0; i < K; i++) alpha[i] = pl_expf(-e * pl_softplusf(alpha[i]));
+        PL_SIMD for (int i = 0; i < K; i++) alpha[i] = pl_expf(-e * pl_softplusf(alpha[i]));
     }
 }
 
@@ -122,7 +122,7 @@ PL_INLINE void kda_decay(const kda_args *a, int head, int64_t token, int K, floa
 PL_INLINE float kda_normalise(float *x, int K, int l2_norm) {
     if (!l2_norm) return 1.0f;
     float rstd = pl_rsqrtf(pl_dot(K, x, x) + PL_L2_EPS);
-    for (int i = 0; i < K; i++) x[i] *= rstd;
+    PL_SIMD for (int i = 0; i < K; i++) x[i] *= rstd;
     return rstd;
 }
 
@@ -138,7 +138,7 @@ PL_INLINE void kda_chunk_load(const kda_args *a, kda_chunk *c, int head, int64_t
         float *alpha = c->alpha + at, *since = c->since + at;
         kda_decay(a, head, first + count, K, alpha, c->slope ? c->slope + at : 0, c->rate ? c->rate + at : 0);
         if (count == 0) {
-            for (int i = 0; i < K; i++) since[i] = 1.0f;
+            PL_SIMD for (int i = 0; i < K; i++) since[i] = 1.0f;
             continue;
         }
         int closed = 0;
@@ -167,11 +167,11 @@ PL_INLINE void kda_chunk_load(const kda_args *a, kda_chunk *c, int head, int64_t
         } else { /* a row without a token writes nothing and does not decay */
             float *alpha = c->alpha + r * K;
             for (int i = 0; i < K; i++) q[i] = k[i] = 0.0f, alpha[i] = 1.0f, since[i] = since[i - K];
-            for (int i = 0; i < V; i++) v[i] = 0.0f;
+            PL_SIMD for (int i = 0; i < V; i++) v[i] = 0.0f;
             c->beta[r] = 0.0f;
         }
         float *qa = c->queries + r * K, *ka = qa + PL_CHUNK * K, *k_inv = c->k_inv + r * K;
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             inverse[i] = 1.0f / since[i];
             qa[i] = a->scale * q[i] * since[i];
             ka[i] = k[i] * since[i];
@@ -181,7 +181,7 @@ PL_INLINE void kda_chunk_load(const kda_args *a, kda_chunk *c, int head, int64_t
     }
     for (int r = PL_CHUNK - 1; r >= 0; r--) {
         float *until = c->until + r * K, *k_end = c->k_end + r * K, *k = c->k + r * K;
-        for (int i = 0; i < K; i++) {
+        PL_SIMD for (int i = 0; i < K; i++) {
             until[i] = r == PL_CHUNK - 1 ? 1.0f : until[i + K] * c->alpha[(r + 1) * K + i];
             k_end[i] = k[i] * until[i];
         }
@@ -202,7 +202,7 @@ PL_INLINE void kda_chunk_solve(kda_chunk *c, const float *restrict ka_state, int
         const float *corrections = c->products + (PL_CHUNK + r) * PL_CHUNK;
         float coefficient[PL_CHUNK];
         for (int j = 0; j < r; j++) coefficient[j] = -c->beta[r] * corrections[j];
-        for (int i = 0; i < V; i++) {
+        PL_SIMD for (int i = 0; i < V; i++) {
             rest[i] -= ka_state[r * V + i];
             u[i] = c->beta[r] * rest[i];
         }

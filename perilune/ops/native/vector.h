@@ -10,12 +10,14 @@
 #include "math.h"
 
 #define PL_PAD 16
+/* The iterations of the next loop do not depend on each other: with many pointers GCC would not vectorise without it. */
+#define PL_SIMD _Pragma("omp simd")
 #if defined(__AVX512F__)
 #define PL_LANES 16
 #define PL_ROWS 8 /* rows of a register tile: enough independent sums to cover the latency of a multiply-add */
 #else
 #define PL_LANES 8
-#define PL_ROWS 4
+#define PL_ROWS 6
 #endif
 #define PL_VECS (PL_PAD / PL_LANES)
 
@@ -25,28 +27,39 @@ PL_INLINE pl_vec pl_load(const float *x) { return *(const pl_vec *)x; }
 PL_INLINE void pl_store(float *x, pl_vec v) { *(pl_vec *)x = v; }
 PL_INLINE int pl_padded(int n) { return (n + PL_PAD - 1) / PL_PAD * PL_PAD; }
 
+/* One register tile of pl_matmul; `rows` is a constant at every call. */
+PL_INLINE void pl_tile(const int rows, int depth, const float *restrict x, int xm, int xk, const float *restrict y, int ldy,
+                       float *restrict out, int ldo, const float *restrict factor) {
+    pl_vec sum[PL_ROWS][PL_VECS];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < PL_VECS; j++) {
+            sum[i][j] = (pl_vec){0.0f};
+            if (factor) sum[i][j] = factor[i] * pl_load(out + i * ldo + j * PL_LANES);
+        }
+    for (int k = 0; k < depth; k++, x += xk, y += ldy) {
+        pl_vec line[PL_VECS];
+        for (int j = 0; j < PL_VECS; j++) line[j] = pl_load(y + j * PL_LANES);
+        for (int i = 0; i < rows; i++) {
+            float scalar = x[i * xm];
+            for (int j = 0; j < PL_VECS; j++) sum[i][j] += scalar * line[j];
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < PL_VECS; j++) pl_store(out + i * ldo + j * PL_LANES, sum[i][j]);
+}
+
 /* out[m][n] = (factor ? factor[m] * out[m][n] : 0) + sum_k x[m * xm + k * xk] * y[k * ldy + n].
- * rows: a multiple of 8; columns: a multiple of PL_PAD. */
+ * rows: even; columns: a multiple of PL_PAD. */
 PL_INLINE void pl_matmul(int rows, int columns, int depth, const float *restrict x, int xm, int xk,
                          const float *restrict y, int ldy, float *restrict out, int ldo, const float *restrict factor) {
-    for (int m = 0; m < rows; m += PL_ROWS) {
-        for (int n = 0; n < columns; n += PL_PAD) {
-            pl_vec sum[PL_ROWS][PL_VECS];
-            for (int i = 0; i < PL_ROWS; i++)
-                for (int j = 0; j < PL_VECS; j++) {
-                    sum[i][j] = (pl_vec){0.0f};
-                    if (factor) sum[i][j] = factor[m + i] * pl_load(out + (m + i) * ldo + n + j * PL_LANES);
-                }
-            const float *xp = x + m * xm, *yp = y + n;
-            for (int k = 0; k < depth; k++, xp += xk, yp += ldy) {
-                for (int j = 0; j < PL_VECS; j++) {
-                    pl_vec yv = pl_load(yp + j * PL_LANES);
-                    for (int i = 0; i < PL_ROWS; i++) sum[i][j] += xp[i * xm] * yv;
-                }
-            }
-            for (int i = 0; i < PL_ROWS; i++)
-                for (int j = 0; j < PL_VECS; j++) pl_store(out + (m + i) * ldo + n + j * PL_LANES, sum[i][j]);
-        }
+    for (int n = 0; n < columns; n += PL_PAD) {
+        int m = 0;
+        for (; m + PL_ROWS <= rows; m += PL_ROWS)
+            pl_tile(PL_ROWS, depth, x + m * xm, xm, xk, y + n, ldy, out + m * ldo + n, ldo, factor ? factor + m : 0);
+        for (; m + 4 <= rows; m += 4)
+            pl_tile(4, depth, x + m * xm, xm, xk, y + n, ldy, out + m * ldo + n, ldo, factor ? factor + m : 0);
+        for (; m < rows; m += 2)
+            pl_tile(2, depth, x + m * xm, xm, xk, y + n, ldy, out + m * ldo + n, ldo, factor ? factor + m : 0);
     }
 }
 
@@ -130,7 +143,7 @@ enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
 PL_INLINE void pl_read(float *restrict out, const void *restrict x, int64_t offset, int n, int padded, int type) {
     if (type == PL_BFLOAT16) {
         const uint16_t *source = (const uint16_t *)x + offset;
-        for (int i = 0; i < n; i++) out[i] = pl_from_bf16(source[i]);
+        PL_SIMD for (int i = 0; i < n; i++) out[i] = pl_from_bf16(source[i]);
     } else {
         memcpy(out, (const float *)x + offset, n * sizeof(float));
     }
@@ -140,7 +153,7 @@ PL_INLINE void pl_read(float *restrict out, const void *restrict x, int64_t offs
 PL_INLINE void pl_write(void *restrict out, int64_t offset, const float *restrict x, int n, int type) {
     if (type == PL_BFLOAT16) {
         uint16_t *target = (uint16_t *)out + offset;
-        for (int i = 0; i < n; i++) target[i] = pl_to_bf16(x[i]);
+        PL_SIMD for (int i = 0; i < n; i++) target[i] = pl_to_bf16(x[i]);
     } else {
         memcpy((float *)out + offset, x, n * sizeof(float));
     }

@@ -1,0 +1,233 @@
+"""One token of a KDA mixer between its projections: convolution, norms, gates and recurrence as one call.
+
+    q, k, v = SiLU(conv(window + token));  q, k = q, k / |.|;  alpha = exp(gate(decay_logit))
+    S = S alpha + u k^T,  u = sigmoid(beta_logit) (v - (S alpha) k)        the state [V, K] of each head, in place
+    o = RMSNorm(scale * S q) * norm_weight * sigmoid(gate)
+
+At batch 1 a token costs little arithmetic, so what counts is the number of calls: the native form is a single one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from perilune.errors import ConfigError
+from perilune.ops.choice import Choice, forced
+from perilune.ops.kda.arguments import L2_EPS, MAX_KEY_DIM
+from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
+from perilune.ops.native.build import load, unavailable_reason
+
+MAX_TAPS = 16  # PL_MAX_TAPS in kda_decode.c
+
+_INTEGERS = (
+    "batch heads key_dim value_dim taps threads qkv_stride decay_stride beta_stride gate_stride type window_type bounded"
+).split()
+_FLOATS = "scale lower_bound norm_eps unused".split()
+_POINTERS = "conv_weight A_log dt_bias norm_weight window state qkv decay beta gate out".split()
+
+
+class _Struct(ctypes.Structure):
+    """`kda_decode_args` of kda_decode.c, field for field."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in _INTEGERS]
+        + [(name, ctypes.c_float) for name in _FLOATS]
+        + [(name, ctypes.c_void_p) for name in _POINTERS]
+    )
+
+
+def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
+    """Say which implementation `kda_decode_step` runs for activations of `dtype` on `device`, and why."""
+    wanted = forced()
+    if wanted in ("reference", "torch"):
+        return Choice("torch", "demanded by PERILUNE_OPS or force()")
+    if torch.device(device).type != "cpu":
+        obstacle = f"the native kernel runs on the CPU, not on {torch.device(device).type}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        obstacle = f"the native kernel takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    else:
+        obstacle = unavailable_reason("kda_decode")
+    if obstacle is None:
+        return Choice("native", "one C call a token and layer")
+    return Choice("torch", f"plain torch: {obstacle}")
+
+
+def kda_decode_step(
+    qkv_BX: Tensor,
+    conv_weight_XW: Tensor,
+    window_BXW1: Tensor,
+    decay_logit_BHK: Tensor,
+    A_log_H: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_logit_BH: Tensor,
+    gate_BHV: Tensor,
+    norm_weight_V: Tensor,
+    state_BHVK: Tensor,
+    *,
+    num_heads: int,
+    key_dim: int,
+    lower_bound: float | None,
+    scale: float,
+    norm_eps: float,
+) -> Tensor:
+    """Advance every row by one token; no gradient.
+
+    Args:
+        qkv_BX: raw projections, X = 2 H K + H V channels in the order q | k | v.
+        conv_weight_XW: taps of the causal depthwise convolution, the newest token's last.
+        window_BXW1: the last W-1 raw projections, oldest first; shifted IN PLACE.
+        decay_logit_BHK, beta_logit_BH, gate_BHV: raw logits of this token (trailing sizes may be flattened).
+        A_log_H, dt_bias: parameters of the decay gate, see `fused_kda_gate`; each may be None.
+        norm_weight_V: weight of the output RMSNorm.
+        state_BHVK: float32 (float64 for float64 activations), contiguous; updated IN PLACE.
+        lower_bound: of the bounded gate; None = softplus gate.
+
+    Returns:
+        `[B, H * V]` in the dtype of `qkv_BX`.
+
+    Raises:
+        ConfigError: a shape or the state's layout does not fit.
+    """
+    batch, channels = qkv_BX.shape
+    value_dim = norm_weight_V.shape[0]
+    if channels != num_heads * (2 * key_dim + value_dim) or conv_weight_XW.shape[0] != channels:
+        raise ConfigError(
+            f"qkv has {channels} channels and the convolution {conv_weight_XW.shape[0]}; "
+            f"{num_heads} heads of K = {key_dim}, V = {value_dim} need {num_heads * (2 * key_dim + value_dim)}"
+        )
+    taps = conv_weight_XW.shape[1]
+    if state_BHVK.shape != (batch, num_heads, value_dim, key_dim) or window_BXW1.shape != (batch, channels, taps - 1):
+        raise ConfigError(
+            f"state {tuple(state_BHVK.shape)} and window {tuple(window_BXW1.shape)} must be "
+            f"{(batch, num_heads, value_dim, key_dim)} and {(batch, channels, taps - 1)}"
+        )
+    if A_log_H is None and lower_bound is None:
+        raise ConfigError("the softplus gate (lower_bound=None) needs A_log")
+    tensors = (qkv_BX, conv_weight_XW, window_BXW1, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV)
+    numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
+    with torch.no_grad():
+        if select(qkv_BX.device, qkv_BX.dtype).implementation == "native":
+            out = _native(*tensors, norm_weight_V, state_BHVK, *numbers)
+            if out is not None:
+                return out
+        return _torch(*tensors, norm_weight_V, state_BHVK, *numbers)
+
+
+def _torch(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    window: Tensor,
+    decay_logit: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_logit: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    heads: int,
+    key_dim: int,
+    lower_bound: float | None,
+    scale: float,
+    norm_eps: float,
+) -> Tensor:
+    dtype = compute_dtype(qkv)
+    batch, value_dim = qkv.shape[0], norm_weight.shape[0]
+    line = torch.cat([window.to(dtype), qkv.to(dtype).unsqueeze(-1)], dim=-1)
+    window.copy_(line[..., 1:])
+    mixed = silu((line * conv_weight.to(dtype)).sum(-1))
+    q, k, v = mixed.split([heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
+    q, k = (x.reshape(batch, heads, key_dim) for x in (q, k))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in (q, k))
+    g = fused_kda_gate(decay_logit.reshape(batch, heads, key_dim).to(dtype), A_log, dt_bias, lower_bound)
+    state.mul_(g.exp().unsqueeze(-2))
+    beta = torch.sigmoid(beta_logit.to(dtype)).view(batch, heads, 1)
+    u = beta * (v.reshape(batch, heads, value_dim) - (state @ k.unsqueeze(-1)).squeeze(-1))
+    state.add_(u.unsqueeze(-1) * k.unsqueeze(-2))
+    o = scale * (state @ q.unsqueeze(-1)).squeeze(-1)
+    o = o * (o.square().mean(-1, keepdim=True) + norm_eps).rsqrt() * norm_weight.to(dtype)
+    o = o * torch.sigmoid(gate.reshape(batch, heads, value_dim).to(dtype))
+    return o.reshape(batch, heads * value_dim).to(qkv.dtype)
+
+
+@lru_cache
+def _entry() -> ctypes._CFuncPtr:
+    library = load("kda_decode")
+    assert library is not None, "select() chose the native kernel without having it"
+    entry = library.kda_decode
+    entry.argtypes, entry.restype = (ctypes.POINTER(_Struct),), None
+    return entry
+
+
+def _native(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    window: Tensor,
+    decay_logit: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_logit: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    heads: int,
+    key_dim: int,
+    lower_bound: float | None,
+    scale: float,
+    norm_eps: float,
+) -> Tensor | None:
+    """The C call; None where the tensors' layout is not the one it reads (then the caller takes the torch form)."""
+    dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
+    value_dim = norm_weight.shape[0]
+    parameters = (conv_weight, A_log, dt_bias, norm_weight, state)
+    if (
+        decay_logit.dtype != dtype
+        or beta_logit.dtype != dtype
+        or gate.dtype != dtype
+        or any(p is not None and (p.dtype != torch.float32 or not p.is_contiguous()) for p in parameters)
+        or window_dtype not in (torch.float32, torch.bfloat16)
+        or not window.is_contiguous()
+        or max(key_dim, value_dim) > MAX_KEY_DIM
+        or conv_weight.shape[1] > MAX_TAPS
+    ):
+        return None
+    decay, beta, gate = decay_logit.reshape(batch, -1), beta_logit, gate.reshape(batch, -1)
+    if qkv.stride(1) != 1 or decay.stride(1) != 1 or beta.stride(1) != 1 or gate.stride(1) != 1:
+        return None
+    out = torch.empty(batch, heads * value_dim, dtype=dtype)
+    struct = _Struct(
+        batch,
+        heads,
+        key_dim,
+        value_dim,
+        conv_weight.shape[1],
+        torch.get_num_threads(),
+        qkv.stride(0),
+        decay.stride(0),
+        beta.stride(0),
+        gate.stride(0),
+        0 if dtype == torch.float32 else 1,
+        0 if window_dtype == torch.float32 else 1,
+        lower_bound is not None,
+        scale,
+        lower_bound or 0.0,
+        norm_eps,
+        0.0,
+        conv_weight.data_ptr(),
+        None if A_log is None else A_log.data_ptr(),
+        None if dt_bias is None else dt_bias.data_ptr(),
+        norm_weight.data_ptr(),
+        window.data_ptr(),
+        state.data_ptr(),
+        qkv.data_ptr(),
+        decay.data_ptr(),
+        beta.data_ptr(),
+        gate.data_ptr(),
+        out.data_ptr(),
+    )
+    _entry()(struct)
+    return out
