@@ -114,6 +114,23 @@ def test_text_of_the_model_cannot_break_the_page(run_folder):
     assert "alert(1)" not in "".join(page.text["script"])
 
 
+def test_names_inside_figures_cannot_end_their_script(run_folder):
+    for path in (run_folder / "probes").glob("*.npz"):
+        with np.load(path) as archive:
+            arrays = dict(archive)
+        arrays["attnres_sites"][0] = "</script>"
+        np.savez(path, **arrays)
+    html = build([run_folder]).read_text("utf-8")
+    Reader(html)
+    rows = [
+        trace["y"]
+        for figure in embedded(html, "figures").values()
+        for trace in figure["data"]
+        if trace["type"] == "heatmap"
+    ]
+    assert any("</script>" in row[0] for row in rows)
+
+
 def test_heatmap_slider_holds_every_probe_and_loads_are_relative(run_folder):
     drawn = embedded(build([run_folder]).read_text("utf-8"), "figures")
     load = next(
