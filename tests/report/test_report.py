@@ -122,6 +122,10 @@ def test_names_inside_figures_cannot_end_their_script(run_folder):
         np.savez(path, **arrays)
     html = build([run_folder]).read_text("utf-8")
     Reader(html)
+    start = html.index('id="figures">') + len('id="figures">')
+    assert "<" not in html[start : html.index("</script>", start)], (
+        "an element or a comment could begin inside the data"
+    )
     rows = [
         trace["y"]
         for figure in embedded(html, "figures").values()
