@@ -1,0 +1,79 @@
+"""The same Kimi-Linear-shaped model on both sides: ours, and transformers' own with our weights.
+
+transformers' CPU path is its torch fallback; it is the only other public implementation that trains and decodes this
+architecture without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from perilune.errors import ConfigError
+from perilune.model import Transformer, init_weights
+from perilune.model.hf import kimi_linear_config, to_published
+
+# 19 M parameters: 9 layers of which 6 KDA with softplus gate, plain residual, experts without a latent.
+SHAPE = ModelConfig(
+    vocab_size=4096, hidden_size=256, num_layers=9, residual="plain", activation="swiglu", dense_size=1024,
+    kda=KDAConfig(num_heads=4, head_dim=64, gate_lower_bound=None, output_gate_rank=64),
+    mla=MLAConfig(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, output_gate=False),
+    moe=MoEConfig(num_experts=16, experts_per_token=4, num_shared_experts=1, expert_size=128, latent_norm=False, balancer="sign"),
+)  # fmt: skip
+
+
+def peer() -> Any:
+    """The transformers module.
+
+    Raises:
+        ConfigError: transformers is missing or has no kimi_linear.
+    """
+    try:
+        import transformers
+
+        _ = transformers.KimiLinearForCausalLM
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the peer needs a transformers that has kimi_linear (5.24 or newer): pip install 'perilune[bench]' ({error})"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def pair(cfg: ModelConfig = SHAPE, seed: int = 0) -> tuple[Transformer, Any]:
+    """Return (ours, theirs) with equal weights, fp32, and check that they agree before anything is timed.
+
+    Raises:
+        ConfigError: no peer is installed.
+        AssertionError: the two disagree by more than 1e-4 of the logits' spread.
+    """
+    transformers = peer()
+    ours = init_weights(Transformer(cfg), seed)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({n: t.contiguous().clone() for n, t in to_published(ours)}, Path(folder) / "model.safetensors", {"format": "pt"})
+        (Path(folder) / "config.json").write_text(json.dumps(kimi_linear_config(cfg)))
+        theirs = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    cross_check(ours, theirs)
+    return ours, theirs
+
+
+@torch.no_grad()
+def cross_check(ours: Transformer, theirs: Any) -> float:
+    """Largest difference of the logits over a short text, relative to their spread."""
+    ids = random_ids(ours.cfg, 2, 48)
+    a, b = ours.eval()(ids).logits_BTZ, theirs.eval()(ids, use_cache=False).logits.float()
+    error = float((a - b).abs().max() / b.std())
+    assert error < 1e-4, f"ours and the peer disagree by {error:.1e} of the logits' spread; nothing was timed"
+    return error
+
+
+def random_ids(cfg: ModelConfig, batch: int, tokens: int, seed: int = 0) -> Tensor:
+    """int64 `[batch, tokens]`."""
+    return torch.randint(0, cfg.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(seed))
