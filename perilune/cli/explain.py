@@ -35,7 +35,7 @@ class ExplainFlags:
         json: one JSON object on stdout.
     """
 
-    mechanism: Annotated[str, tyro.conf.Positional] = ""
+    mechanism: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MECHANISM")] = ""
     run: str | None = None
     text: str | None = None
     seed: int = 0

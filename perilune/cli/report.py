@@ -25,7 +25,7 @@ class ReportFlags:
         json: one JSON object on stdout.
     """
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = ()
     out: Path | None = None
     compare: bool = False
     png: Path | None = None
