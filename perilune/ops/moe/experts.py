@@ -23,6 +23,7 @@ from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 from perilune.ops.moe.decode import MAX_TOKENS, experts_decode
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
+from perilune.ops.native.blas import multiplies_bf16, why_no_blas
 from perilune.ops.situ_glu import GLUS, glu
 
 
@@ -31,9 +32,9 @@ def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
-    if reason is None and z_NL.dtype == torch.bfloat16 and native.multiplies_bf16():
+    if reason is None and z_NL.dtype == torch.bfloat16 and multiplies_bf16():
         reason = "this CPU multiplies bf16 in hardware, the C path would widen to fp32"
-    reason = reason or native.why_no_blas()
+    reason = reason or why_no_blas()
     return Choice("torch", reason) if reason else Choice("native", "fp32 products on CPU, one call for all experts")
 
 

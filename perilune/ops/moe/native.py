@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from perilune.ops.native.blas import sgemm_address
 from perilune.ops.native.build import load, unavailable_reason
 
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
@@ -109,44 +108,6 @@ def plan(index_NA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return offset_E1, slot_R, place_R
 
 
-@lru_cache
-def multiplies_bf16() -> bool:
-    """True if this CPU multiplies bf16 matrices in hardware; without it, torch's bf16 product is far below fp32's."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-@lru_cache
-def _sgemm() -> int:
-    """Address of the Fortran sgemm inside torch's own libraries, after a trial; 0 if there is none."""
-    folder = Path(torch.__file__).parent / "lib"
-    for path in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
-        try:
-            found = ctypes.CDLL(str(path)).sgemm_
-        except (OSError, AttributeError):
-            continue
-        return ctypes.cast(found, c_void_p).value if _multiplies(found) else 0
-    return 0
-
-
-def _multiplies(sgemm: ctypes._CFuncPtr) -> bool:
-    """Check the calling convention on C = A B^T: a build with 64-bit integers would read wrong sizes."""
-    a, b = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]), torch.tensor([[13.0, 17.0], [19.0, 23.0]])
-    c = torch.full((3, 2), float("nan"))
-    m, n, k = (ctypes.byref(ctypes.c_int64(size)) for size in (3, 2, 2))  # high halves are zero: both widths read it
-    one, zero = ctypes.byref(c_float(1)), ctypes.byref(c_float(0))
-    sgemm.restype = None
-    sgemm(
-        ctypes.c_char_p(b"T"), ctypes.c_char_p(b"N"), n, m, k, one, c_void_p(b.data_ptr()), k, c_void_p(a.data_ptr()), k,
-        zero, c_void_p(c.data_ptr()), n, ctypes.c_size_t(1), ctypes.c_size_t(1),
-    )  # fmt: skip
-    return torch.equal(c, a @ b.T)
-
-
-def why_no_blas() -> str | None:
-    """Return why the C kernels cannot use torch's matrix product, or None if they can."""
-    return None if _sgemm() else "torch's library does not export sgemm_ in a form the C path can call"
-
-
 def _caps(caps: tuple[float, float | None] | None) -> tuple[float, float]:
     """(beta, linear_beta) as the C code takes them: 0 = uncapped, so (0, 0) is SwiGLU."""
     return (0.0, 0.0) if caps is None else (caps[0], caps[1] or 0.0)
@@ -184,7 +145,7 @@ def experts_forward(
     tokens, active = weight_NA.shape
     y_RL, out_NL = torch.empty(tokens * active, width), torch.empty_like(z_NL)
     _checked(library().experts_forward(
-        _sgemm(), z_NL.data_ptr(), weight_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
+        sgemm_address(), z_NL.data_ptr(), weight_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
         *(part.data_ptr() for part in plan), tokens, experts, active, width, hidden, *_caps(caps), _half(z_NL),
         _half(w1_EFL), y_RL.data_ptr(), out_NL.data_ptr(), torch.get_num_threads(),
     ))  # fmt: skip
@@ -209,7 +170,7 @@ def experts_backward(
     dx_RL, dz_NL, dp_NA = torch.empty(tokens * active, width), torch.empty_like(z_NL), torch.empty_like(p_NA)
     dw1_EFL, dw3_EFL, dw2_ELF = (torch.empty(w.shape) for w in (w1_EFL, w3_EFL, w2_ELF))
     _checked(library().experts_backward(
-        _sgemm(), z_NL.data_ptr(), p_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
+        sgemm_address(), z_NL.data_ptr(), p_NA.data_ptr(), w1_EFL.data_ptr(), w3_EFL.data_ptr(), w2_ELF.data_ptr(),
         *(part.data_ptr() for part in plan), dout_NL.data_ptr(), tokens, experts, active, width, hidden, *_caps(caps),
         _half(z_NL), _half(w1_EFL), dx_RL.data_ptr(), dz_NL.data_ptr(), dp_NA.data_ptr(), dw1_EFL.data_ptr(),
         dw3_EFL.data_ptr(), dw2_ELF.data_ptr(), torch.get_num_threads(),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
 from perilune.ops.moe import dispatch_plan, experts, moe_decode, native, route, routed_experts
+from perilune.ops.native.blas import why_no_blas
 
-HAVE_NATIVE = not (native.why_not(torch.zeros(1), dtypes=(torch.float32,)) or native.why_no_blas())
+HAVE_NATIVE = not (native.why_not(torch.zeros(1), dtypes=(torch.float32,)) or why_no_blas())
 IMPLEMENTATIONS = ["torch", "native"] if HAVE_NATIVE else ["torch"]
 ACTIVATIONS = [("situ", 4.0, 25.0), ("situ", 1.5, None), ("swiglu", 4.0, 25.0)]
 

@@ -1,0 +1,53 @@
+"""Torch's own fp32 matrix product, for C kernels: they receive its address and call it inside their parallel loops.
+
+Torch's CPU library exports the Fortran symbol `sgemm_` of the BLAS it was built with. Inside an OpenMP region that BLAS
+runs on the calling thread, so one loop over experts or heads keeps all cores busy where single products are too small
+to be divided.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+@lru_cache
+def multiplies_bf16() -> bool:
+    """True if this CPU multiplies bf16 matrices in hardware; without it, torch's bf16 product is far below fp32's."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@lru_cache
+def sgemm_address() -> int:
+    """Address of the Fortran sgemm inside torch's own libraries, after a trial; 0 if there is none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
+        try:
+            found = ctypes.CDLL(str(path)).sgemm_
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(found, c_void_p).value if _multiplies(found) else 0
+    return 0
+
+
+def _multiplies(sgemm: ctypes._CFuncPtr) -> bool:
+    """Check the calling convention on C = A B^T: a build with 64-bit integers would read wrong sizes."""
+    a, b = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]), torch.tensor([[13.0, 17.0], [19.0, 23.0]])
+    c = torch.full((3, 2), float("nan"))
+    m, n, k = (ctypes.byref(ctypes.c_int64(size)) for size in (3, 2, 2))  # high halves are zero: both widths read it
+    one, zero = ctypes.byref(c_float(1)), ctypes.byref(c_float(0))
+    sgemm.restype = None
+    sgemm(
+        ctypes.c_char_p(b"T"), ctypes.c_char_p(b"N"), n, m, k, one, c_void_p(b.data_ptr()), k, c_void_p(a.data_ptr()), k,
+        zero, c_void_p(c.data_ptr()), n, ctypes.c_size_t(1), ctypes.c_size_t(1),
+    )  # fmt: skip
+    return torch.equal(c, a @ b.T)
+
+
+def why_no_blas() -> str | None:
+    """Return why the C kernels cannot use torch's matrix product, or None if they can."""
+    return None if sgemm_address() else "torch's library does not export sgemm_ in a form the C path can call"

@@ -1,0 +1,49 @@
+"""Newton-Schulz orthogonalisation of many matrices at once: the heart of Muon (training, §2.3).
+
+    X = M / ||M||_F;   5 times:  A = X X^T,  X = a X + (b A + c A^2) X
+
+drives the singular values of M to about 1 (0.7 to 1.2 with these coefficients) and keeps its singular vectors, with
+matrix products only. A tall matrix is transposed first, so that A has the smaller side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NORM_FLOOR = 1e-7  # a zero matrix (no gradient, or a shard of padding) stays zero instead of becoming 0/0
+
+
+@torch.no_grad()
+def newton_schulz(
+    x_MN: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+) -> Tensor:
+    """Orthogonalise each matrix.
+
+    Args:
+        x_MN: `[..., M, N]`; leading dimensions are a batch (heads, experts). Matrices are independent of each other.
+        steps: iterations.
+        dtype: dtype of the products; None = the input's, but at least fp32. bf16 is enough for Muon and faster where
+            the hardware multiplies it.
+        coefficients: (a, b, c) above.
+
+    Returns:
+        `[..., M, N]` in the input's dtype.
+    """
+    a, b, c = coefficients
+    wide = torch.promote_types(x_MN.dtype, torch.float32)
+    tall = x_MN.shape[-2] > x_MN.shape[-1]
+    x = (x_MN.mT if tall else x_MN).to(wide)
+    # The norm in full precision, and before the cast: bf16 sums of squares would lose small matrices.
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(NORM_FLOOR)).to(dtype or wide)
+    lead = x.shape[:-2]
+    x = x.reshape(-1, *x.shape[-2:])
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.view(*lead, *x.shape[-2:]).to(x_MN.dtype)
+    return x.mT if tall else x
