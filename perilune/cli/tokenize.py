@@ -28,7 +28,8 @@ class TokenizeFlags:
         file: read this file instead, whatever bytes it holds.
         run: use the tokenizer of this run.
         tokenizer: use this tokenizer.json, or `byte`; without --run and --tokenizer, the demo's if there is one.
-        decode: read the text as token ids and print what they say, control tokens by name.
+        decode: token ids, separated by spaces or commas, to turn back into text, control tokens by name; `-` reads them
+            from standard input.
         json: one JSON object on stdout.
     """
 
@@ -36,7 +37,7 @@ class TokenizeFlags:
     file: Path | None = None
     run: str | None = None
     tokenizer: str | None = None
-    decode: bool = False
+    decode: str | None = None
     json: bool = False
 
 
@@ -47,17 +48,20 @@ def run(args: list[str]) -> int:
         raise ConfigError(
             f"--run {flags.run} and --tokenizer {flags.tokenizer} both name a tokenizer; give one of them"
         )
-    if flags.text and flags.file is not None:
-        raise ConfigError(f"a text and --file {flags.file} are both given; give one of them")
+    given = [
+        name for name, value in (("a text", flags.text), ("--file", flags.file), ("--decode", flags.decode)) if value
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given; give one of them")
     tokenizer, source = _tokenizer(flags)
-    data = _input(flags)
     facts: dict[str, Any] = {"tokenizer": source, "vocab_size": tokenizer.vocab_size}
-    ids = _ids(data) if flags.decode else tokenizer.encode_bytes(data)
-    if flags.decode:
+    if flags.decode is not None:
+        ids = _ids(sys.stdin.read() if flags.decode == "-" else flags.decode)
         text = tokenizer.decode(ids, skip_special=False)
-        facts |= {"tokens": len(ids), "ids": ids, "text": text}
-        print(json.dumps(facts) if flags.json else text)
+        print(json.dumps(facts | {"tokens": len(ids), "ids": ids, "text": text}) if flags.json else text)
         return 0
+    data = _input(flags)
+    ids = tokenizer.encode_bytes(data)
     pieces = [tokenizer.piece(token_id) for token_id in ids]
     facts |= {"text_bytes": len(data), "tokens": len(ids), "ids": ids, "pieces": pieces}
     if flags.json:
@@ -92,8 +96,8 @@ def _input(flags: TokenizeFlags) -> bytes:
         raise RequestError(f"cannot read {flags.file}: {error.strerror}") from None
 
 
-def _ids(data: bytes) -> list[int]:
-    words = data.decode("utf-8", errors="replace").replace(",", " ").replace("[", " ").replace("]", " ").split()
+def _ids(text: str) -> list[int]:
+    words = text.translate(str.maketrans(",[]", "   ")).split()
     bad = [word for word in words if not (word.isascii() and word.isdigit())]
     if bad:
         raise RequestError(f"{bad[0]!r} is not a token id; --decode wants numbers, separated by spaces or commas")

@@ -116,5 +116,10 @@ def _origin(module: str, distributions: Sequence[str]) -> Origin:
     name = distributions[0]
     facts = metadata.metadata(name)
     classifiers = [c.rpartition(" :: ")[2] for c in facts.get_all("Classifier") or [] if c.startswith("License ::")]
-    stated = facts.get("License-Expression") or "; ".join(classifiers) or (facts.get("License") or "").strip()
-    return Origin(name, metadata.version(name), stated.partition("\n")[0][:120] or "unknown")
+    candidates = [
+        *(facts.get_all("License-Expression") or []),
+        "; ".join(classifiers),
+        *(facts.get_all("License") or []),
+    ]
+    stated = next((text.strip() for text in candidates if text.strip()), "unknown")
+    return Origin(name, metadata.version(name), stated.partition("\n")[0][:120])

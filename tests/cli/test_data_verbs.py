@@ -79,7 +79,7 @@ def test_tokenize_text_with_a_run_s_tokenizer(tmp_path, capsys, monkeypatch):
     ids, pieces, summary = capsys.readouterr().out.splitlines()
     assert [int(i) for i in ids.split()] == bpe.encode("hello moon <|open|>")
     assert pieces.startswith("hello| moon| ") and "320 ids" in summary
-    assert tokenize.run([ids + f",{bpe.special.open}", "--decode", "True"]) == 0
+    assert tokenize.run(["--decode", ids + f",{bpe.special.open}"]) == 0
     assert capsys.readouterr().out == "hello moon <|open|><|open|>\n"
 
 
@@ -99,8 +99,8 @@ def test_tokenize_any_bytes_from_a_file_and_from_standard_input(tmp_path, capsys
         (["x", "--file", "y"], ConfigError, "give one of them"),
         (["--file", "nowhere"], RequestError, "cannot read nowhere"),
         (["--run", "nowhere", "x"], RequestError, "cannot read the tokenizer"),
-        (["abc", "--decode", "True"], RequestError, "'abc' is not a token id"),
-        (["99999", "--decode", "True"], RequestError, "outside the byte vocabulary"),
+        (["--decode", "abc"], RequestError, "'abc' is not a token id"),
+        (["--decode", "[99999]"], RequestError, "outside the byte vocabulary"),
     ],
 )
 def test_tokenize_refusals(args, error, match, tmp_path, monkeypatch):
