@@ -158,6 +158,7 @@ def test_qk_clip_lands_on_the_bound_and_leaves_values_alone(explained):
 def test_mla_order_of_the_history_counts_only_with_positions(explained):
     numbers = explained["mla"].numbers
     assert numbers["permutation_change"] < 1e-12 < 1e-5 < numbers["permutation_change_with_rotation"]
+    assert numbers["op_difference"] < 1e-12
     assert numbers["absorbed_difference"] < 1e-12
     assert numbers["k3_cache_bytes_per_token"] == 27_648
     assert numbers["k3_state_bytes"] == 449_372_160
