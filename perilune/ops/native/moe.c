@@ -4,10 +4,7 @@
  * dense and row-major. Every result is independent of the thread count: threads own disjoint outputs, and each sum runs
  * in a fixed order.
  */
-#include "math.h"
-
-#include <stddef.h>
-#include <stdlib.h>
+#include "matvec.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -157,10 +154,6 @@ EXPORT void plan(const int64_t *index, int64_t R, int64_t E, int64_t *offset, in
 
 /* ---- experts, training: the passes around the matrix products of the caller's BLAS -------------------------------- */
 
-/* Fortran sgemm, column-major, 32-bit integers; the trailing lengths are those of the two character arguments. */
-typedef void (*sgemm_t)(const char *, const char *, const int *, const int *, const int *, const float *, const float *,
-                        const int *, const float *, const int *, const float *, float *, const int *, size_t, size_t);
-
 enum { ROWS = 512 }; /* routed rows at a time: the temporaries of one expert stay in cache */
 
 typedef struct {
@@ -168,19 +161,19 @@ typedef struct {
 } Caps;
 
 /* C[m,n] = A[m,k] B[n,k]^T */
-static void gemm_nt(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float *C) {
+static void gemm_nt(pl_sgemm sgemm, int m, int n, int k, const float *A, const float *B, float *C) {
     const float one = 1.0f, zero = 0.0f;
     sgemm("T", "N", &n, &m, &k, &one, B, &k, A, &k, &zero, C, &n, 1, 1);
 }
 
 /* C[m,n] = A[m,k] B[k,n] + old C */
-static void gemm_nn(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
+static void gemm_nn(pl_sgemm sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
     const float one = 1.0f;
     sgemm("N", "N", &n, &m, &k, &one, B, &n, A, &k, &old, C, &n, 1, 1);
 }
 
 /* C[m,n] = A[k,m]^T B[k,n] + old C */
-static void gemm_tn(sgemm_t sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
+static void gemm_tn(pl_sgemm sgemm, int m, int n, int k, const float *A, const float *B, float old, float *C) {
     const float one = 1.0f;
     sgemm("N", "T", &n, &m, &k, &one, B, &n, A, &m, &old, C, &n, 1, 1);
 }
@@ -219,24 +212,12 @@ static float glu_backward(float *restrict gate, float *restrict up, float *restr
     return dot;
 }
 
-static void load_row(float *restrict to, const void *from, int64_t row, int64_t L, int half) {
-    if (half) {
-        const uint16_t *x = (const uint16_t *)from + row * L;
-#pragma omp simd
-        for (int64_t l = 0; l < L; l++) to[l] = pl_from_bf16(x[l]);
-    } else {
-        memcpy(to, (const float *)from + row * L, sizeof(float) * L);
-    }
+static void load_row(float *to, const void *from, int64_t row, int64_t L, int half) {
+    pl_load(to, pl_at(from, row * L, half), L, half);
 }
 
-static void store_row(void *to, const float *restrict from, int64_t row, int64_t L, int half) {
-    if (half) {
-        uint16_t *y = (uint16_t *)to + row * L;
-#pragma omp simd
-        for (int64_t l = 0; l < L; l++) y[l] = pl_to_bf16(from[l]);
-    } else {
-        memcpy((float *)to + row * L, from, sizeof(float) * L);
-    }
+static void store_row(void *to, const float *from, int64_t row, int64_t L, int half) {
+    pl_store((void *)pl_at(to, row * L, half), from, L, half);
 }
 
 /* Expert e's matrix as fp32: itself, or converted into `space`. */
@@ -280,7 +261,7 @@ static void combine(const float *row, const float *weight, const int64_t *place,
 }
 
 /* out [N,L] = sum_a weight * W2 glu(W1 z, W3 z). y [R,L] is fp32 working space. Returns 1 if memory ran out. */
-EXPORT int experts_forward(sgemm_t sgemm, const void *z, const float *weight, const void *w1, const void *w3,
+EXPORT int experts_forward(pl_sgemm sgemm, const void *z, const float *weight, const void *w1, const void *w3,
                            const void *w2, const int64_t *offset, const int64_t *slot, const int64_t *place, int64_t N,
                            int64_t E, int A, int64_t L, int64_t F, float beta, float linear_beta, int z_half, int w_half,
                            float *y, void *out, int threads) {
@@ -312,7 +293,7 @@ EXPORT int experts_forward(sgemm_t sgemm, const void *z, const float *weight, co
 
 /* All gradients, recomputing the hidden activations. dx [R,L] is fp32 working space; dw1, dw3 [E,F,L], dw2 [E,L,F] and
  * dweight [N,A] are fp32. Returns 1 if memory ran out. */
-EXPORT int experts_backward(sgemm_t sgemm, const void *z, const float *weight, const void *w1, const void *w3,
+EXPORT int experts_backward(pl_sgemm sgemm, const void *z, const float *weight, const void *w1, const void *w3,
                             const void *w2, const int64_t *offset, const int64_t *slot, const int64_t *place,
                             const void *dout, int64_t N, int64_t E, int A, int64_t L, int64_t F,
                             float beta, float linear_beta, int z_half, int w_half, float *dx, void *dz, float *dweight,
@@ -364,51 +345,10 @@ EXPORT int experts_backward(sgemm_t sgemm, const void *z, const float *weight, c
 
 /* ---- experts, a few tokens: matrix-vector products ---------------------------------------------------------------- */
 
-/* out[i] = <row i of w, x>, 4 rows of n elements; four sums hide the latency of the additions. */
-#define DOT4(NAME, TYPE, LOAD)                                                                                           \
-    static void NAME(const TYPE *restrict w, int64_t n, const float *restrict x, float *restrict out) {                  \
-        const TYPE *restrict w1 = w + n, *restrict w2 = w + 2 * n, *restrict w3 = w + 3 * n;                             \
-        float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;                                                                \
-        _Pragma("omp simd reduction(+ : s0, s1, s2, s3)") for (int64_t i = 0; i < n; i++) {                              \
-            s0 += LOAD(w[i]) * x[i];                                                                                     \
-            s1 += LOAD(w1[i]) * x[i];                                                                                    \
-            s2 += LOAD(w2[i]) * x[i];                                                                                    \
-            s3 += LOAD(w3[i]) * x[i];                                                                                    \
-        }                                                                                                                \
-        out[0] = s0, out[1] = s1, out[2] = s2, out[3] = s3;                                                              \
-    }                                                                                                                    \
-    static float NAME##_one(const TYPE *restrict w, int64_t n, const float *restrict x) {                                \
-        float s = 0.0f;                                                                                                  \
-        _Pragma("omp simd reduction(+ : s)") for (int64_t i = 0; i < n; i++) s += LOAD(w[i]) * x[i];                     \
-        return s;                                                                                                        \
-    }
-
-#define PLAIN(x) (x)
-DOT4(dot_f32, float, PLAIN)
-DOT4(dot_bf16, uint16_t, pl_from_bf16)
-
-/* out[first..last) = W x for rows of n elements. Rows go in fours counted from row 0, so that a row's sum does not
- * depend on how threads divide the rows (`first` is a multiple of 4). */
-static void matvec(const void *w, int64_t first, int64_t last, int64_t n, const float *x, float *out, int half) {
-    for (int64_t row = first; row < last; row += 4) {
-        if (row + 4 <= last) {
-            if (half) dot_bf16((const uint16_t *)w + row * n, n, x, out + row);
-            else dot_f32((const float *)w + row * n, n, x, out + row);
-            continue;
-        }
-        for (int64_t r = row; r < last; r++)
-            out[r] = half ? dot_bf16_one((const uint16_t *)w + r * n, n, x) : dot_f32_one((const float *)w + r * n, n, x);
-    }
-}
-
 enum { STRIP = 32, DECODE_WORK = 1 << 17 };
 
 static int64_t strips(int64_t rows) { return (rows + STRIP - 1) / STRIP; }
 static int64_t strip_end(int64_t strip, int64_t rows) { return (strip + 1) * STRIP < rows ? (strip + 1) * STRIP : rows; }
-
-static const void *matrix_at(const void *all, int64_t e, int64_t size, int half) {
-    return half ? (const void *)((const uint16_t *)all + e * size) : (const void *)((const float *)all + e * size);
-}
 
 /* The experts of a few tokens. z [N,L], index/weight [N,A]; out [N,L]. Returns 1 if memory ran out. */
 EXPORT int experts_decode(const void *z, const int64_t *index, const float *weight, const void *w1, const void *w3,
@@ -427,8 +367,8 @@ EXPORT int experts_decode(const void *z, const int64_t *index, const float *weig
         for (int64_t s = 0; s < R * strips(F); s++) {
             int64_t r = s / strips(F), first = s % strips(F) * STRIP, last = strip_end(s % strips(F), F);
             int64_t e = index[r];
-            matvec(matrix_at(w1, e, L * F, w_half), first, last, L, x + r / A * L, gate + r * F, w_half);
-            matvec(matrix_at(w3, e, L * F, w_half), first, last, L, x + r / A * L, up + r * F, w_half);
+            pl_matvec(pl_at(w1, e * L * F, w_half), L, first, last, L, x + r / A * L, gate + r * F, w_half);
+            pl_matvec(pl_at(w3, e * L * F, w_half), L, first, last, L, x + r / A * L, up + r * F, w_half);
             glu(gate + r * F + first, up + r * F + first, last - first, caps);
         }
 #pragma omp for schedule(static)
@@ -436,7 +376,7 @@ EXPORT int experts_decode(const void *z, const int64_t *index, const float *weig
             int64_t n = s / strips(L), first = s % strips(L) * STRIP, last = strip_end(s % strips(L), L);
             float *sum = x + n * L; /* the token itself is no longer needed */
             for (int64_t r = n * A; r < (n + 1) * A; r++)
-                matvec(matrix_at(w2, index[r], L * F, w_half), first, last, F, gate + r * F, y + r * L, w_half);
+                pl_matvec(pl_at(w2, index[r] * L * F, w_half), F, first, last, F, gate + r * F, y + r * L, w_half);
             for (int64_t l = first; l < last; l++) {
                 float total = 0.0f;
                 for (int64_t r = n * A; r < (n + 1) * A; r++) total += weight[r] * y[r * L + l];
