@@ -1,8 +1,8 @@
 """Kimi Delta Attention and, with one decay a head, Gated DeltaNet: reference, chunked, native."""
 
-from perilune.ops.kda.api import chunk_kda, select
+from perilune.ops.kda.api import chunk_kda, fused_recurrent_kda, select
 from perilune.ops.kda.decode import kda_decode_step
 from perilune.ops.kda.gate import fused_kda_gate
 from perilune.ops.kda.reference import recurrent_kda_reference
 
-__all__ = ["chunk_kda", "fused_kda_gate", "kda_decode_step", "recurrent_kda_reference", "select"]
+__all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda", "kda_decode_step", "recurrent_kda_reference", "select"]

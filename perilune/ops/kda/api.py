@@ -17,7 +17,7 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
 from perilune.ops.kda.chunked import chunked
-from perilune.ops.kda.native import native, unsuitable
+from perilune.ops.kda.native import native, native_recurrent, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
 
 
@@ -109,6 +109,64 @@ def chunk_kda(
     return _run(args, chunk_size)
 
 
+@torch.compiler.disable
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same function of the same arguments as `chunk_kda`, computed token by token, for few tokens and no gradient.
+
+    Cutting a sequence anywhere and carrying the state gives bitwise the same results, which no chunked form can.
+
+    Raises:
+        ConfigError: an argument does not fit.
+    """
+    args = check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        state_v_first=_layout(state_v_first, transpose_state_layout),
+        cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+    )
+    with torch.no_grad():
+        if _implementation(args) == "native":
+            return native_recurrent(args)
+        o, state = recurrent_reference(args)
+        return o.to(args.q.dtype), args.final_state(state)
+
+
 def _layout(state_v_first: bool, old_name: bool | None) -> bool:
     if old_name is None:
         return state_v_first
@@ -116,11 +174,13 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
     return old_name
 
 
+def _implementation(args: Arguments) -> str:
+    return select(args.q.device, *(x.dtype for x in (args.q, args.k, args.v, args.g, args.beta))).implementation
+
+
 def _run(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
-    dtypes = (x.dtype for x in (args.q, args.k, args.v, args.g, args.beta))
-    same = args.q.dtype == args.k.dtype == args.v.dtype
-    implementation = select(args.q.device, *dtypes).implementation
-    if implementation == "native" and same and chunk_size is None:
+    implementation = _implementation(args)
+    if implementation == "native" and chunk_size is None:
         return native(args)
     if implementation == "reference":
         o, state = recurrent_reference(args)

@@ -131,6 +131,8 @@ def check(
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; with q {tuple(q.shape)} it must be {shape}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must have one dtype")
     if heads % qk_heads:
         raise ConfigError(f"v has {heads} heads; that must be a multiple of the {qk_heads} heads of q and k")
     if not 1 <= key_dim <= MAX_KEY_DIM:

@@ -22,6 +22,7 @@ from perilune.ops.kda.arguments import L2_EPS, MAX_KEY_DIM
 from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
 from perilune.ops.native.build import load, unavailable_reason
 
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_TAPS = 16  # PL_MAX_TAPS in kda_decode.c
 
 _INTEGERS = (
@@ -41,19 +42,23 @@ class _Struct(ctypes.Structure):
     )
 
 
+_NATIVE = Choice("native", "one C call a token and layer")
+
+
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say which implementation `kda_decode_step` runs for activations of `dtype` on `device`, and why."""
     wanted = forced()
     if wanted in ("reference", "torch"):
         return Choice("torch", "demanded by PERILUNE_OPS or force()")
-    if torch.device(device).type != "cpu":
-        obstacle = f"the native kernel runs on the CPU, not on {torch.device(device).type}"
-    elif dtype not in (torch.float32, torch.bfloat16):
+    place = device.type if isinstance(device, torch.device) else torch.device(device).type
+    if place != "cpu":
+        obstacle = f"the native kernel runs on the CPU, not on {place}"
+    elif dtype not in _TYPES:
         obstacle = f"the native kernel takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     else:
         obstacle = unavailable_reason("kda_decode")
     if obstacle is None:
-        return Choice("native", "one C call a token and layer")
+        return _NATIVE
     return Choice("torch", f"plain torch: {obstacle}")
 
 
@@ -110,11 +115,11 @@ def kda_decode_step(
         raise ConfigError("the softplus gate (lower_bound=None) needs A_log")
     tensors = (qkv_BX, conv_weight_XW, window_BXW1, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
+    if select(qkv_BX.device, qkv_BX.dtype).implementation == "native":
+        out = _native(*tensors, norm_weight_V, state_BHVK, *numbers)
+        if out is not None:
+            return out
     with torch.no_grad():
-        if select(qkv_BX.device, qkv_BX.dtype).implementation == "native":
-            out = _native(*tensors, norm_weight_V, state_BHVK, *numbers)
-            if out is not None:
-                return out
         return _torch(*tensors, norm_weight_V, state_BHVK, *numbers)
 
 
@@ -154,6 +159,14 @@ def _torch(
     return o.reshape(batch, heads * value_dim).to(qkv.dtype)
 
 
+def _row_stride(x: Tensor, batch: int) -> int | None:
+    """Numbers from one row of `[B, ...]` to the next if the numbers of a row lie side by side, else None."""
+    if x.is_contiguous():
+        return x.numel() // batch if batch else 0
+    inner = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+    return x.stride(0) if inner else None
+
+
 @lru_cache
 def _entry() -> ctypes._CFuncPtr:
     library = load("kda_decode")
@@ -182,21 +195,19 @@ def _native(
 ) -> Tensor | None:
     """The C call; None where the tensors' layout is not the one it reads (then the caller takes the torch form)."""
     dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
-    value_dim = norm_weight.shape[0]
-    parameters = (conv_weight, A_log, dt_bias, norm_weight, state)
-    if (
-        decay_logit.dtype != dtype
-        or beta_logit.dtype != dtype
-        or gate.dtype != dtype
-        or any(p is not None and (p.dtype != torch.float32 or not p.is_contiguous()) for p in parameters)
-        or window_dtype not in (torch.float32, torch.bfloat16)
-        or not window.is_contiguous()
-        or max(key_dim, value_dim) > MAX_KEY_DIM
-        or conv_weight.shape[1] > MAX_TAPS
-    ):
+    value_dim, taps = norm_weight.shape[0], conv_weight.shape[1]
+    for logits in (decay_logit, beta_logit, gate):
+        if logits.dtype != dtype:
+            return None
+    for parameter in (conv_weight, A_log, dt_bias, norm_weight, state):
+        if parameter is not None and (parameter.dtype != torch.float32 or not parameter.is_contiguous()):
+            return None
+    if window_dtype not in _TYPES or not window.is_contiguous() or taps > MAX_TAPS:
         return None
-    decay, beta, gate = decay_logit.reshape(batch, -1), beta_logit, gate.reshape(batch, -1)
-    if qkv.stride(1) != 1 or decay.stride(1) != 1 or beta.stride(1) != 1 or gate.stride(1) != 1:
+    if key_dim > MAX_KEY_DIM or value_dim > MAX_KEY_DIM:
+        return None
+    strides = [_row_stride(x, batch) for x in (qkv, decay_logit, beta_logit, gate)]
+    if None in strides:
         return None
     out = torch.empty(batch, heads * value_dim, dtype=dtype)
     struct = _Struct(
@@ -204,14 +215,11 @@ def _native(
         heads,
         key_dim,
         value_dim,
-        conv_weight.shape[1],
+        taps,
         torch.get_num_threads(),
-        qkv.stride(0),
-        decay.stride(0),
-        beta.stride(0),
-        gate.stride(0),
-        0 if dtype == torch.float32 else 1,
-        0 if window_dtype == torch.float32 else 1,
+        *strides,
+        _TYPES[dtype],
+        _TYPES[window_dtype],
         lower_bound is not None,
         scale,
         lower_bound or 0.0,
@@ -224,8 +232,8 @@ def _native(
         window.data_ptr(),
         state.data_ptr(),
         qkv.data_ptr(),
-        decay.data_ptr(),
-        beta.data_ptr(),
+        decay_logit.data_ptr(),
+        beta_logit.data_ptr(),
         gate.data_ptr(),
         out.data_ptr(),
     )

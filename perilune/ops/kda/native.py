@@ -65,6 +65,19 @@ def native(args: Arguments) -> tuple[Tensor, Tensor | None]:
     )
 
 
+def native_recurrent(args: Arguments) -> tuple[Tensor, Tensor | None]:
+    """Run the C token loop, without gradients; results as `native`, bitwise the same however a sequence is split.
+
+    Raises:
+        CapacityError: the kernel's workspace did not fit into memory.
+    """
+    inputs = (args.q, args.k, args.v, args.g, args.beta)
+    o, final, _ = _forward(
+        "kda_recurrent", inputs, args.A_log, args.dt_bias, args.initial_state, _Layout.of(args), False
+    )
+    return o, final
+
+
 @dataclass(frozen=True)
 class _Layout:
     """The part of `Arguments` that is not tensors, with the offsets as tensors the C code can read."""
@@ -142,6 +155,31 @@ def _call(entry: str, struct: _Struct) -> None:
         raise CapacityError(f"{entry} could not allocate its workspace; lower the thread count or free memory")
 
 
+def _forward(
+    entry: str,
+    inputs: tuple[Tensor, ...],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    layout: _Layout,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, final state, and with `keep` the states that the backward pass starts from."""
+    q, k, v, g, beta = (_rows(x) for x in inputs)
+    heads, key_dim, value_dim = (layout.integers[name] for name in ("heads", "key_dim", "value_dim"))
+    o = torch.empty(v.shape, dtype=q.dtype)
+    final, kept = None, None
+    if layout.output_final_state:
+        inner = (value_dim, key_dim) if layout.integers["state_v_first"] else (key_dim, value_dim)
+        final = torch.empty(layout.integers["sequences"], heads, *inner)
+    if keep:
+        kept = torch.empty(layout.kept, heads, key_dim, value_dim)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _float(A_log), "dt_bias": _float(dt_bias)}
+    rest = {"initial_state": _float(initial_state), "kept": kept, "o": o, "final_state": final}
+    _call(entry, _struct(layout, tensors | rest))
+    return o, final, kept
+
+
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -156,21 +194,10 @@ class _Native(torch.autograd.Function):
         initial_state: Tensor | None,
         layout: _Layout,
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v, g, beta = (_rows(x) for x in (q, k, v, g, beta))
-        entry = _float(initial_state)
-        heads, key_dim, value_dim = (layout.integers[name] for name in ("heads", "key_dim", "value_dim"))
-        sequences, v_first = layout.integers["sequences"], layout.integers["state_v_first"]
-        o = q.new_empty(*v.shape)
-        final, kept = None, None
-        if layout.output_final_state:
-            inner = (value_dim, key_dim) if v_first else (key_dim, value_dim)
-            final = torch.empty(sequences, heads, *inner, dtype=torch.float32)
-        if any(ctx.needs_input_grad):
-            kept = torch.empty(layout.kept, heads, key_dim, value_dim, dtype=torch.float32)
-        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": _float(A_log), "dt_bias": _float(dt_bias)}
-        rest = {"initial_state": entry, "kept": kept, "o": o, "final_state": final}
-        _call("kda_forward", _struct(layout, tensors | rest))
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, kept)
+        inputs = tuple(_rows(x) for x in (q, k, v, g, beta))
+        training = any(ctx.needs_input_grad)
+        o, final, kept = _forward("kda_forward", inputs, A_log, dt_bias, initial_state, layout, training)
+        ctx.save_for_backward(*inputs, A_log, dt_bias, kept)
         ctx.layout = layout
         ctx.dt_bias_shape = None if dt_bias is None else dt_bias.shape
         ctx.set_materialize_grads(False)

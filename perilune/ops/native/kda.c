@@ -41,10 +41,47 @@ static float *allocate(size_t floats) {
     return posix_memalign(&memory, 64, floats * sizeof(float)) ? 0 : memory;
 }
 
-/* Returns 0, or 1 if memory ran out. */
-int kda_forward(const kda_args *a) {
-    int K = pl_padded((int)a->key_dim), V = pl_padded((int)a->value_dim), failed = 0;
-    size_t floats = (size_t)K * V + 2 * PL_CHUNK * V + PL_CHUNK * K + kda_chunk_floats(K, V, 0);
+/* The recurrence itself, token by token: no result depends on where a sequence is cut. */
+static void recurrent_task(const kda_args *a, int64_t n, int head, int K, int V, float *memory) {
+    int64_t state_size = a->key_dim * a->value_dim;
+    int key_dim = (int)a->key_dim, value_dim = (int)a->value_dim, type = (int)a->type;
+    int qk_head = head / (int)(a->heads / a->qk_heads);
+    float *state = memory, *q = state + (size_t)K * V, *k = q + K, *alpha = k + K, *u = alpha + K, *o = u + V;
+    const float *initial = a->initial_state ? a->initial_state + (n * a->heads + head) * state_size : 0;
+    kda_state_read(a, state, initial, K, V);
+    for (int64_t token = a->offsets[n]; token < a->offsets[n + 1]; token++) {
+        float beta;
+        pl_read(q, a->q, token * a->q_stride + (int64_t)qk_head * key_dim, key_dim, K, type);
+        pl_read(k, a->k, token * a->k_stride + (int64_t)qk_head * key_dim, key_dim, K, type);
+        pl_read(u, a->v, token * a->v_stride + (int64_t)head * value_dim, value_dim, V, type);
+        pl_read(&beta, a->beta, token * a->beta_stride + head, 1, 1, (int)a->beta_type);
+        if (a->beta_sigmoid) beta = a->beta_scale * pl_sigmoidf(beta);
+        kda_normalise(q, K, (int)a->l2_norm);
+        kda_normalise(k, K, (int)a->l2_norm);
+        kda_decay(a, head, token, K, alpha, 0, 0);
+        for (int i = 0; i < K; i++) {
+            PL_SIMD for (int j = 0; j < V; j++) {
+                state[i * V + j] *= alpha[i];
+                u[j] -= k[i] * state[i * V + j];
+            }
+        }
+        PL_SIMD for (int j = 0; j < V; j++) u[j] *= beta, o[j] = 0.0f;
+        for (int i = 0; i < K; i++) {
+            float scaled = a->scale * q[i];
+            PL_SIMD for (int j = 0; j < V; j++) {
+                state[i * V + j] += k[i] * u[j];
+                o[j] += scaled * state[i * V + j];
+            }
+        }
+        pl_write(a->o, (token * a->heads + head) * value_dim, o, value_dim, type);
+    }
+    if (a->final_state) kda_state_write(a, a->final_state + (n * a->heads + head) * state_size, state, V);
+}
+
+typedef void forward_function(const kda_args *, int64_t, int, int, int, float *);
+
+static int for_each_head(const kda_args *a, forward_function *run, int K, int V, size_t floats) {
+    int failed = 0;
     int64_t tasks = a->sequences * a->heads;
 #pragma omp parallel num_threads((int)a->threads) reduction(| : failed)
     {
@@ -52,10 +89,22 @@ int kda_forward(const kda_args *a) {
         failed = memory == 0;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++)
-            if (memory) forward_task(a, task / a->heads, (int)(task % a->heads), K, V, memory);
+            if (memory) run(a, task / a->heads, (int)(task % a->heads), K, V, memory);
         free(memory);
     }
     return failed;
+}
+
+/* These return 0, or 1 if memory ran out. */
+int kda_forward(const kda_args *a) {
+    int K = pl_padded((int)a->key_dim), V = pl_padded((int)a->value_dim);
+    size_t floats = (size_t)K * V + 2 * PL_CHUNK * V + PL_CHUNK * K + kda_chunk_floats(K, V, 0);
+    return for_each_head(a, forward_task, K, V, floats);
+}
+
+int kda_recurrent(const kda_args *a) {
+    int K = pl_padded((int)a->key_dim), V = pl_padded((int)a->value_dim);
+    return for_each_head(a, recurrent_task, K, V, (size_t)K * V + 3 * K + 2 * V);
 }
 
 typedef struct {
