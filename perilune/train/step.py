@@ -59,7 +59,7 @@ def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
 
 def _stop(model: Transformer, loss: float, micro: Batch, segments: Segments | None) -> DivergedError:
     """The error for a loss that is not finite: the first bad weight, else the first bad activation."""
-    where = first_bad(model.named_parameters()) or first_bad(model.named_buffers())
+    where = first_bad(model.state_dict().items())
     device = model.device
     if where is None:
         where = first_bad_activation(

@@ -153,7 +153,11 @@ def test_finished_means_all_steps_or_no_time_left(start, config, undisturbed):
     assert not finished(undisturbed, replace(config, steps=9))
     trainer = start("timed", replace(config, time_limit=1e-6))
     summary = trainer.fit()
-    assert (summary.stopped_by, summary.train["steps"], summary.train["token_budget_reached"]) == ("time_limit", 1, False)
+    assert (summary.stopped_by, summary.train["steps"], summary.train["token_budget_reached"]) == (
+        "time_limit",
+        1,
+        False,
+    )
     assert summary.train["val_bits_per_byte"] is not None
     assert finished(trainer.run, trainer.config)
     more = replace(trainer.config, time_limit=0.0)
