@@ -183,7 +183,7 @@ def routing_balance(run: Run) -> Chart | None:
         )
     return LineChart(
         title="Routing balance", x_label="step", y_label="busiest expert ÷ mean load", y_log=True, series=series, horizontals=[(1.0, "perfect balance")],
-        caption="Quantile balancing should fall close to 1 within a few steps and stay there; what is left is the noise of one batch.",
+        caption="1 would be perfect balance; the fewer tokens a step has, the more of the rest is the noise of one batch.",
     )  # fmt: skip
 
 

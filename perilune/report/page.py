@@ -145,8 +145,7 @@ def _sections(run: Run) -> list[Section]:
     sections = [
         _section("learning", "What it learnt", "Loss over training, and the same model measured on text that it never saw.",
                  [figures.loss(run), figures.bits_per_byte(run)], "no step was recorded yet"),
-        _section("routing", "Experts", "Every token visits a few of the routed experts. A selection bias, set from the quantiles of the "
-                 "router's own scores, keeps the load even without an extra loss.",
+        _section("routing", "Experts", "Every token visits a few of the routed experts. " + _balancing(run),
                  [figures.routing_balance(run), figures.routing_load(run), figures.router_bias(run)],
                  "the run has no experts, or recorded no routing"),
         _section("depth", "Attention residuals", "Instead of adding every layer's output to one stream, each site takes a learnt softmax mix "
@@ -159,6 +158,18 @@ def _sections(run: Run) -> list[Section]:
         _setup(run),
     ]  # fmt: skip
     return [section for section in sections if section is not None]
+
+
+def _balancing(run: Run) -> str:
+    """What keeps the experts' load even in this run."""
+    if "balancer" not in _table(_table(run.config, "model"), "moe"):
+        return ""
+    rule = _word(run.config["model"]["moe"]["balancer"])
+    if rule.startswith("quantile") or rule == "dual":
+        return "A selection bias, set from the quantiles of the router's own scores, keeps the load even without an extra loss."
+    if rule == "sign":
+        return "A selection bias moves a fixed step against the load's sign after every step."
+    return "This run has no load balancing."
 
 
 def _section(anchor: str, title: str, text: str, charts: Sequence[Chart | None], missing: str) -> Section:
@@ -230,7 +241,7 @@ def _data(run: Run) -> Section | None:
         else:
             rows.append((spoken(key), said(key, value)))
     return Section(anchor="data", title="Data and held-out text", tables=[Table(rows=rows)] if rows else [], blocks=lists,
-                   text="Whole modules are held out, chosen by a hash of their name, so that no held-out file has a sibling in training.",
+                   text="What is held out was chosen by a hash of names, whole modules or documents at a time; near copies of training text are left out.",
                    notes=[] if rows else ["split.json is missing, so what was held out is not known."])  # fmt: skip
 
 
