@@ -8,7 +8,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.ops.native.blas import sgemm_address, why_no_blas
+from perilune.ops.native.blas import sgemm_address, why_no_blas, why_not_plain
 from perilune.ops.native.build import load, unavailable_reason
 from perilune.ops.segments import Segments
 
@@ -24,23 +24,19 @@ _library: ctypes.CDLL | None = None
 
 def why_no_attention(q_BTHK: Tensor) -> str | None:
     """Return why the C attention cannot take these queries, or None if it can."""
-    if not q_BTHK.is_cpu:
-        return f"the C kernels run on CPU, the input is on {q_BTHK.device.type}"
     if q_BTHK.dtype is not torch.float32:
         return f"the C kernels take float32, the input is {str(q_BTHK.dtype)[6:]}"
-    return unavailable_reason("mla") or why_no_blas()
+    return why_not_plain(q_BTHK) or unavailable_reason("mla") or why_no_blas()
 
 
 def why_no_decode(q_nope_BTHn: Tensor, latent_BSL: Tensor, w_uk_HnL: Tensor) -> str | None:
     """Return why the C form of absorbed attention cannot take these operands, or None if it can."""
     for tensor in (q_nope_BTHn, latent_BSL, w_uk_HnL):
-        if not tensor.is_cpu:
-            return f"the C kernels run on CPU, the input is on {tensor.device.type}"
         if tensor.dtype not in _HALF:
             return f"the C kernels take float32 and bfloat16, the input is {str(tensor.dtype)[6:]}"
         if tensor.requires_grad and torch.is_grad_enabled():
             return "the C form of absorbed attention has no backward, and a gradient is wanted"
-    return unavailable_reason("mla")
+    return why_not_plain(q_nope_BTHn, latent_BSL, w_uk_HnL) or unavailable_reason("mla")
 
 
 def library() -> ctypes.CDLL:

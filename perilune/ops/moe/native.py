@@ -8,7 +8,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.ops.native.blas import sgemm_address
+from perilune.ops.native.blas import sgemm_address, why_not_plain
 from perilune.ops.native.build import load, unavailable_reason
 
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
@@ -29,11 +29,9 @@ _library: ctypes.CDLL | None = None
 def why_not(*tensors: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Return why the C kernels cannot take these tensors, or None if they can."""
     for tensor in tensors:
-        if not tensor.is_cpu:
-            return f"the C kernels run on CPU, the input is on {tensor.device.type}"
         if tensor.dtype not in dtypes:
             return f"the C kernels take {', '.join(str(d)[6:] for d in dtypes)}, the input is {str(tensor.dtype)[6:]}"
-    return unavailable_reason("moe")
+    return why_not_plain(*tensors) or unavailable_reason("moe")
 
 
 def library() -> ctypes.CDLL:

@@ -1,4 +1,6 @@
-"""Torch's own fp32 matrix product, for C kernels: they receive its address and call it inside their parallel loops.
+"""Torch's own fp32 matrix product, for C kernels, and what a CPU and a tensor must offer them.
+
+The kernels receive its address and call it inside their parallel loops.
 
 Torch's CPU library exports the Fortran symbol `sgemm_` of the BLAS it was built with. Inside an OpenMP region that BLAS
 runs on the calling thread, so one loop over experts or heads keeps all cores busy where single products are too small
@@ -13,6 +15,18 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def why_not_plain(*tensors: Tensor) -> str | None:
+    """Return why a C kernel cannot read these tensors' memory, or None if it can."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return f"the C kernels run on CPU, the input is on {tensor.device.type}"
+        if type(tensor) not in (Tensor, Parameter):
+            return f"the C kernels need plain tensors, not {type(tensor).__name__}"
+    return "the call is being traced by torch.compile" if torch.compiler.is_compiling() else None
 
 
 @lru_cache

@@ -219,3 +219,13 @@ def test_select_says_why():
         assert "asked" in experts.select(fine, weights).reason
     with pytest.raises(ConfigError, match="relu"):
         routed_experts(fine, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), weights, weights, weights, "relu")
+
+
+def test_tensors_without_memory_take_the_torch_path():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        z, w1 = torch.zeros(4, 8), torch.zeros(3, 6, 8)
+        assert "FakeTensor" in experts.select(z, w1).reason
+        assert "FakeTensor" in native.why_not(z, dtypes=(torch.float32,))
+    assert "meta" in experts.select(torch.zeros(2, 2, device="meta"), torch.zeros(1, 2, 2, device="meta")).reason
