@@ -140,18 +140,23 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def parse_flags(cls: type[T], args: Sequence[str], default: T, *, prog: str, description: str = "") -> T:
     """Parse command-line flags over `default` with tyro.
 
+    A verb's flat flags have switches (`--json`); in a tree of settings every flag takes a value, so that a setting can be
+    turned off as well as on (`--model.mla.output-gate False`).
+
     Raises:
         ConfigError: an unknown flag or an ill-typed value; the message carries tyro's suggestion.
         SystemExit: only for `--help` (code 0).
     """
     import tyro
 
+    tree = any(dataclasses.is_dataclass(getattr(default, f.name)) for f in dataclasses.fields(default))
+    markers = (tyro.conf.AvoidSubcommands, *((tyro.conf.FlagConversionOff,) if tree else ()))
     err = io.StringIO()
     try:
         with contextlib.redirect_stderr(err):
             return tyro.cli(
                 cls, args=list(args), default=default, prog=prog, description=description,
-                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+                config=markers,
             )  # fmt: skip
     except SystemExit as stop:
         if stop.code in (0, None):

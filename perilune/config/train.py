@@ -11,7 +11,7 @@ OPTIMIZERS = ("muon", "muon_whole", "adamw")
 PRECISIONS = ("auto", "fp32", "bf16")
 ON_BAD_TEXT = ("error", "skip", "replace")
 TOKENIZERS = ("bpe", "byte")
-SYNTHETIC = ("recall", "needle", "copy", "palindrome", "state", "arithmetic")
+SYNTHETIC = ("recall", "needle", "copy", "palindrome", "state", "arithmetic", "whole_window")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

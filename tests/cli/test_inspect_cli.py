@@ -32,7 +32,7 @@ def test_tensors_of_a_run_config(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["inspect", "--preset", "k4"], 2, "did you mean 'k3'"),
+        (["inspect", "--preset", "k33"], 2, "did you mean 'k3'"),
         (["inspect", "--preset", "k2_nano", "--tensors"], 2, "published"),
         (["inspect", "--seq-len", "0"], 2, "--seq-len 0"),
         (["insect"], 2, "did you mean 'inspect'"),
