@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 24
+STEPS = 12
 
 
 def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
