@@ -8,11 +8,34 @@ matrix products only. A tall matrix is transposed first, so that A has the small
 
 from __future__ import annotations
 
+from ctypes import c_float, c_int, c_int64, c_void_p
+
 import torch
 from torch import Tensor
 
+from perilune.ops.choice import Choice, forced
+from perilune.ops.native.blas import sgemm_address, why_no_blas, why_not_plain
+from perilune.ops.native.build import load, unavailable_reason
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NORM_FLOOR = 1e-7  # a zero matrix (no gradient, or a shard of padding) stays zero instead of becoming 0/0
+
+
+BATCHED_SIDE = 512  # from this smaller side on, one product keeps all cores busy and there is nothing to gain
+
+
+def select(x_MN: Tensor, dtype: torch.dtype) -> Choice:
+    """Return which implementation iterates on these matrices with products in `dtype`, and why."""
+    if (wanted := forced()) in ("torch", "reference"):
+        return Choice("torch", f"asked for {wanted}")
+    if dtype is not torch.float32:
+        return Choice("torch", f"the C kernel multiplies in float32, asked for {str(dtype)[6:]}")
+    if min(x_MN.shape[-2:]) >= BATCHED_SIDE:
+        return Choice("torch", f"matrices with both sides from {BATCHED_SIDE} on fill the cores one by one")
+    reason = why_not_plain(x_MN) or unavailable_reason("newton_schulz") or why_no_blas()
+    return (
+        Choice("torch", reason) if reason else Choice("native", "each matrix stays in one core's cache for all steps")
+    )
 
 
 @torch.no_grad()
@@ -42,8 +65,22 @@ def newton_schulz(
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(NORM_FLOOR)).to(dtype or wide)
     lead = x.shape[:-2]
     x = x.reshape(-1, *x.shape[-2:])
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if select(x, x.dtype).implementation == "native":
+        x = _native(x.contiguous(), steps, coefficients)
+    else:
+        for _ in range(steps):
+            gram = torch.bmm(x, x.mT)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.view(*lead, *x.shape[-2:]).to(x_MN.dtype)
     return x.mT if tall else x
+
+
+def _native(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """Iterate in place on `x_BMN`, which the caller owns."""
+    library = load("newton_schulz")
+    assert library is not None, "the C kernel was chosen but is not available"
+    function = library.newton_schulz
+    function.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_float, c_float, c_float, c_int)
+    if function(sgemm_address(), x_BMN.data_ptr(), *x_BMN.shape, steps, *coefficients, torch.get_num_threads()):
+        raise MemoryError("no memory for the Newton-Schulz working space")
+    return x_BMN

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from perilune.ops.newton_schulz import COEFFICIENTS, newton_schulz
+from perilune.ops.choice import force
+from perilune.ops.newton_schulz import COEFFICIENTS, newton_schulz, select
 
 
 def random(*shape, dtype=torch.float32):
@@ -66,3 +67,16 @@ def test_a_direction_scaled_50_fold_does_not_dominate_other_heads():
     x[2] *= 50
     rms = newton_schulz(x).square().mean((-2, -1)).sqrt()
     assert rms.max() / rms.min() < 1.1
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 8), (3, 7, 30), (2, 2, 33, 5), (1, 1, 9)])
+@pytest.mark.parametrize("steps", [0, 4, 5])
+def test_native_equals_torch_and_leaves_the_input_alone(shape, steps):
+    x = random(*shape)
+    kept = x.clone()
+    found = newton_schulz(x, steps)
+    with force("torch"):
+        expected = newton_schulz(x, steps)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
+    assert torch.equal(x, kept)
+    assert select(x, torch.bfloat16).implementation == "torch"
