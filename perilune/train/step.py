@@ -11,7 +11,7 @@ forward passes counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -92,8 +92,9 @@ def train_step(
     """
     device = model.device
     moe, mla = model.moe_layers(), mla_layers(model)
-    for layer in moe:
-        layer.counts_E.zero_()
+    counts = [cast(Tensor, layer.counts_E) for layer in moe]
+    for counts_E in counts:
+        counts_E.zero_()
     for _, mixer in mla:
         mixer.track_max_logit = qk_clip > 0
         mixer.max_logit_H.fill_(-torch.inf)
@@ -133,5 +134,5 @@ def train_step(
         for layer in moe:
             layer.router.bias.copy_(layer.balancer.update(layer.router.bias))
     top = max((float(mixer.max_logit_H.max()) for _, mixer in mla), default=None) if qk_clip else None
-    counts = torch.stack([layer.counts_E for layer in moe]).cpu() if moe else torch.zeros(0, 0, dtype=torch.int64)
-    return StepResult(nats, valid, norm, counts, clipped, top)
+    counts_LE = torch.stack(counts).cpu() if moe else torch.zeros(0, 0, dtype=torch.int64)
+    return StepResult(nats, valid, norm, counts_LE, clipped, top)
