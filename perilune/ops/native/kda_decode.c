@@ -9,7 +9,7 @@
 #define PL_MAX_DIM 256
 #define PL_MAX_TAPS 16
 #define PL_L2_EPS 1e-6f
-#define PL_PARALLEL_NUMBERS 65536 /* state numbers below which waking other threads costs more than it saves */
+#define PL_PARALLEL_NUMBERS (1 << 19) /* state numbers below which waking other threads costs more than it saves */
 
 typedef struct {
     int64_t batch, heads, key_dim, value_dim, taps, threads;

@@ -21,6 +21,12 @@
 #endif
 #define PL_VECS (PL_PAD / PL_LANES)
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define PL_SHUFFLED 1 /* GCC 12, Clang */
+#endif
+#endif
+
 typedef float pl_vec __attribute__((vector_size(PL_LANES * 4), aligned(4), may_alias));
 
 PL_INLINE pl_vec pl_load(const float *x) { return *(const pl_vec *)x; }
@@ -87,11 +93,18 @@ PL_INLINE void pl_combine(int columns, int count, const float *restrict coeffici
 
 /* Sum of the lanes, in halves: the same order for every call. */
 PL_INLINE float pl_sum(pl_vec v) {
+#if defined(PL_SHUFFLED) && PL_LANES == 8
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+    v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+    return v[0];
+#else
     float lane[PL_LANES];
     memcpy(lane, &v, sizeof v);
     for (int width = PL_LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
+#endif
 }
 
 PL_INLINE float pl_dot(int n, const float *restrict x, const float *restrict y) {
@@ -104,11 +117,6 @@ typedef float pl_v8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* out[c][r] = x[r][c]; rows and columns are multiples of 8. */
 PL_INLINE void pl_transpose(int rows, int columns, const float *restrict x, int ldx, float *restrict out, int ldo) {
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define PL_SHUFFLED 1
-#endif
-#endif
 #ifdef PL_SHUFFLED
     for (int r = 0; r < rows; r += 8) {
         for (int c = 0; c < columns; c += 8) {

@@ -157,14 +157,14 @@ def test_float64_takes_the_torch_form() -> None:
 
 
 def test_many_heads_run_on_several_threads_with_the_same_bits() -> None:
-    shape = (4, 8, 64, 64, 4)
+    shape = (4, 8, 128, 128, 4)
     results = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             weights = _weights(*shape)
-            o = kda_decode_step(**_token(*shape[:4], 0), **weights, **_numbers(8, 64, -5.0))
+            o = kda_decode_step(**_token(*shape[:4], 0), **weights, **_numbers(8, 128, -5.0))
             results.append((o, weights["state_BHVK"]))
     finally:
         torch.set_num_threads(before)
