@@ -124,6 +124,6 @@ class Optimizer:
                 }
 
 
-def muon_dtype_for(device: torch.device, precision: str) -> torch.dtype | None:
-    """dtype of the Newton–Schulz products: bf16 on a GPU that trains in bf16, otherwise the op's own choice (fp32)."""
-    return torch.bfloat16 if device.type == "cuda" and precision == "bf16" else None
+def muon_dtype_for(device: torch.device, compute: torch.dtype) -> torch.dtype | None:
+    """dtype of the Newton–Schulz products: bf16 on a GPU whose activations are bf16, otherwise the op's own choice (fp32)."""
+    return torch.bfloat16 if device.type == "cuda" and compute == torch.bfloat16 else None

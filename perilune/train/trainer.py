@@ -91,7 +91,7 @@ class Trainer:
             self.model.named_parameters(),
             config.model,
             config.optim,
-            muon_dtype=muon_dtype_for(self.device, config.precision),
+            muon_dtype=muon_dtype_for(self.device, self.precision.dtype),
         )
         moe = self.model.moe_layers()
         self.routing = RoutingHistory(len(moe), config.model.moe.num_experts if moe else 0)
@@ -156,7 +156,9 @@ class Trainer:
                 if not resume:
                     _withdraw(run)
                 raise
-            run.write_json("environment.json", describe(trainer.device, trainer.precision, trainer.threads, trainer.peak))
+            run.write_json(
+                "environment.json", describe(trainer.device, trainer.precision, trainer.threads, trainer.peak)
+            )
             if resume:
                 restore(trainer)
             trainer._held = held.pop_all()
