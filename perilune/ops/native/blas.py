@@ -1,10 +1,8 @@
-"""Torch's own fp32 matrix product, for C kernels, and what a CPU and a tensor must offer them.
+"""What a C kernel needs from torch: plain tensors, and torch's own fp32 matrix product.
 
-The kernels receive its address and call it inside their parallel loops.
-
-Torch's CPU library exports the Fortran symbol `sgemm_` of the BLAS it was built with. Inside an OpenMP region that BLAS
-runs on the calling thread, so one loop over experts or heads keeps all cores busy where single products are too small
-to be divided.
+Torch's CPU library exports the Fortran symbol `sgemm_` of the BLAS it was built with; kernels receive its address and
+call it inside their parallel loops. There that BLAS runs on the calling thread, so one loop over experts or heads keeps
+all cores busy where single products are too small to be divided.
 """
 
 from __future__ import annotations
