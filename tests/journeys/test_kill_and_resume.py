@@ -18,8 +18,8 @@ STEPS = 12
 def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
     """`perilune train` in a process of its own; its output goes to a file beside the runs."""
     command = [sys.executable, "-m", "perilune", "train", "--preset", "tiny", "--data", str(folder / "text"), "--run", str(folder / name),
-               "--steps", str(STEPS), "--checkpoint.every", "2", "--data.tokenizer", "byte", "--precision", "fp32", *more]  # fmt: skip
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), XDG_CACHE_HOME=str(folder / "cache"))
+               "--steps", str(STEPS), "--checkpoint.every", "2", "--data.tokenizer", "byte", "--precision", "fp32", "--threads", "1", *more]  # fmt: skip
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), PERILUNE_CACHE=str(folder / "cache"), PERILUNE_NATIVE="0")
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
