@@ -20,6 +20,7 @@ import tomli_w
 from perilune.errors import ConfigError
 
 T = TypeVar("T")
+NONE = "none"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -58,7 +59,7 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
         origin = typing.get_origin(hint)
         if origin in (typing.Union, types.UnionType):
             options = typing.get_args(hint)
-            if value is None:
+            if value is None or value == NONE:
                 if type(None) in options:
                     return None
                 raise ConfigError(f"{path} must not be empty")
@@ -89,43 +90,31 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     return cls(**built)
 
 
-_NONE = "none"
-
-
 def to_toml(config: Any) -> str:
-    """Resolved TOML text of a config; None is written as the word "none", which `load_toml` reads back."""
+    """Resolved TOML text of a config; None is written as the word "none", which `from_dict` reads back."""
 
     def spoken(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: spoken(v) for k, v in value.items()}
         if isinstance(value, list):
             return [spoken(v) for v in value]
-        return _NONE if value is None else value
+        return NONE if value is None else value
 
     return tomli_w.dumps(spoken(to_dict(config)))
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file; the word "none" means None.
+    """Read a TOML file; `from_dict` takes the word "none" for None where a setting may be None.
 
     Raises:
         ConfigError: the file is missing, unreadable, or not TOML (with line and column).
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-    def unspoken(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: unspoken(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [unspoken(v) for v in value]
-        return None if value == _NONE else value
-
-    return unspoken(values)
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

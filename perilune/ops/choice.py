@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import NamedTuple
 
 from perilune.errors import ConfigError
@@ -30,16 +31,22 @@ def _checked(name: str | None) -> str | None:
     return name
 
 
+@lru_cache
+def _from_environment() -> str | None:
+    """PERILUNE_OPS, read once: every operation asks on every call."""
+    return _checked(os.environ.get("PERILUNE_OPS") or None)
+
+
 _forced: ContextVar[str | None] = ContextVar("perilune_ops", default=None)
 
 
 def forced() -> str | None:
-    """Return the implementation that `force` or the environment variable PERILUNE_OPS demands, or None.
+    """Return the implementation that `force` or the environment variable PERILUNE_OPS (at the first call) demands, or None.
 
     Raises:
         ConfigError: PERILUNE_OPS holds an unknown name.
     """
-    return _forced.get() or _checked(os.environ.get("PERILUNE_OPS") or None)
+    return _forced.get() or _from_environment()
 
 
 @contextmanager

@@ -77,3 +77,12 @@ def test_values_survive_the_round_trip(steps, momentum, path, byte):
 
     again = tomllib.loads(to_toml(cfg))
     assert again["steps"] == steps and again["optim"]["momentum"] == momentum and again["data"]["path"] == [path]
+
+
+def test_the_word_none_is_a_value_where_the_setting_is_a_word(tmp_path):
+    base = to_dict(training("tiny"))
+    cfg = from_dict(TrainConfig, merge(base, {"model": {"moe": {"balancer": "none"}, "kda": {"gate_lower_bound": None}}}))
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(cfg))
+    again = from_dict(TrainConfig, load_toml(path))
+    assert again == cfg and again.model.moe.balancer == "none" and again.model.kda.gate_lower_bound is None
