@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_engine import FakeEngine
 from tiny_model import tiny_generator
 
 from perilune.errors import RequestError
@@ -116,6 +117,19 @@ def test_a_changed_history_never_meets_a_state_of_another():
     assert job.usage.cached_tokens == len(render_chat(engine.tokenizer, other[:1], thinking=False))
 
 
+def test_a_kept_state_serves_several_continuations():
+    """Each goes on from a copy: the kept one stays where it is."""
+    engine = make()
+    _, (said,) = ask(engine, [{"role": "user", "content": "Hi"}])
+    for question in ("first", "second way", "third"):
+        history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
+        turn = render_chat(engine.tokenizer, history, thinking=False, add_generation_prompt=False)
+        job, texts = ask(engine, [*history, {"role": "user", "content": question}])
+        assert job.usage.cached_tokens == len(turn)
+        assert texts == ask(make(kept_states=0), [*history, {"role": "user", "content": question}])[1]
+        assert engine.kept.find(turn).state.length == len(turn)
+
+
 def test_asking_again_runs_nothing_of_the_prompt():
     engine = make()
     question = [{"role": "user", "content": "Hi"}]
@@ -181,6 +195,15 @@ def test_closing_a_job_stops_it_before_the_next_token():
     said = next(deltas).text
     deltas.close()
     assert session.messages[1:] == [{"role": "assistant", "content": said}] and session.usage.completion_tokens < 50
+
+
+def test_leaving_a_session_closes_its_job():
+    engine = FakeEngine()
+    session = ChatSession(engine, GREEDY)
+    deltas = session.send("Hi")
+    assert next(deltas).text == "Hel"
+    deltas.close()
+    assert engine.jobs[0].closed and session.messages[-1]["content"] == "Hel"
 
 
 def test_a_question_that_does_not_fit_leaves_the_conversation_alone():

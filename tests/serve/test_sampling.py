@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune.errors import CheckpointError, RequestError
@@ -40,12 +40,13 @@ def oracle(logits: list[float], params: SamplingParams) -> list[float]:
 eighths = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=40)
 
 
+@example([1.0, 0.0], 1.0, 0, 1.0, 1.0)
 @given(
     eighths,
     st.sampled_from([0.25, 0.5, 1.0, 2.0]),
     st.integers(0, 45),
     st.sampled_from([0.1, 0.37, 0.5, 0.9, 0.99, 1.0]),
-    st.sampled_from([0.0, 0.013, 0.11, 0.57]),
+    st.sampled_from([0.0, 0.013, 0.11, 0.57, 1.0]),
 )
 def test_kept_probabilities_equal_the_definition(logits, temperature, top_k, top_p, min_p):
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -119,6 +120,13 @@ def test_extreme_temperatures_stay_finite():
     assert Sampler([SamplingParams(temperature=1e-30, seed=0)] * 1).draw(logits) == [3]
     weights = kept_weights(torch.tensor([[-math.inf, 0.0, 1.0]]), SamplingParams(temperature=100.0))
     assert weights[0, 0] == 0 and torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
+def test_the_ends_of_the_uniform_range_draw_possible_tokens(monkeypatch, number):
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.tensor(number, dtype=torch.float64))
+    logits = torch.tensor([[-math.inf, 0.3, 0.1, -math.inf]])
+    assert Sampler([SamplingParams(seed=0)]).draw(logits) == [1 if number == 0.0 else 2]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():

@@ -33,6 +33,14 @@ def test_any_split_gives_the_text_before_the_first_stop(pieces, stops):
     assert out + matcher.finish() == whole
 
 
+def test_the_first_stop_to_end_wins_and_then_the_longer():
+    for stops in (["d", "bcd", "c"], ["c", "d", "bcd"]):
+        matcher = StopMatcher(stops)
+        assert matcher.push("abcd") == "ab" and matcher.stopped
+    matcher = StopMatcher(["d", "bcd", "cd"])
+    assert matcher.push("abcd") == "a" and matcher.stopped
+
+
 def test_only_a_possible_beginning_is_held_back():
     matcher = StopMatcher(["\n\ndef"])
     assert matcher.push("x = 1\n") == "x = 1"
