@@ -97,6 +97,13 @@ def test_a_damaged_index_is_incomplete_not_a_traceback(run, text):
     assert incomplete(folder) == ["state.json is not a checkpoint index"]
 
 
+def test_an_atomic_write_holds_every_byte(run):
+    path = run.path / "x.bin"
+    for content in (bytes(range(256)) * 3, b"", b"last"):
+        write_atomic(path, content)
+        assert path.read_bytes() == content
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(run, monkeypatch):
     run.write_json("summary.json", {"a": 1})
     before = sorted(os.listdir(run.path))
