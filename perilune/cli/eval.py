@@ -11,7 +11,7 @@ from perilune.rundir import RunDir
 
 HELP = """usage: perilune eval --run NAME [options]
 
-Bits per byte of a run on the text that it never saw: every held-out byte counts, no context is cut.
+Bits per byte of a run on the text that it never saw: every held-out byte counts, and context is carried on.
 
   --run NAME|PATH    the run; a bare name lives under runs/
   --step N           which checkpoint (default: the newest whole one)

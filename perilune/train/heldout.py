@@ -1,6 +1,7 @@
-"""Nats of held-out documents under a model: every token scored once, each document with all of its own past.
+"""Nats of held-out documents under a model: every token scored once, given the document's own past.
 
-A document longer than a chunk goes on with the model's state, so no context is cut and no text dropped. Documents of
+A document longer than a chunk goes on with the model's state, so no text is dropped and context reaches back thousands of
+tokens, not just to the start of a window. Documents of
 similar length share a batch and leave it as they end. What a document costs: each token given the ones before it,
 `[EOS]` included; its first token, which nothing precedes, is charged ln(vocabulary).
 """
@@ -23,12 +24,12 @@ from perilune.data.shards import TokenStream
 from perilune.errors import RequestError
 from perilune.model.transformer import Transformer
 
-CHUNK = 1024
+CHUNK = 512
 """Tokens of a document that one forward pass takes."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass over all documents."""
-MAX_CONTEXT = 32768
-"""Tokens after which a document's state begins anew: it bounds the memory that one document needs."""
+MAX_CONTEXT = 8192
+"""Tokens after which a document's state begins anew: it bounds the time and memory that one document needs."""
 
 
 @dataclass(frozen=True, slots=True)
