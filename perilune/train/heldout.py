@@ -1,9 +1,9 @@
 """Nats of held-out documents under a model: every token scored once, given the document's own past.
 
 A document longer than a chunk goes on with the model's state, so no text is dropped and context reaches back thousands of
-tokens, not just to the start of a window. Documents of
-similar length share a batch and leave it as they end. What a document costs: each token given the ones before it,
-`[EOS]` included; its first token, which nothing precedes, is charged ln(vocabulary).
+tokens, not just to the start of a window. Documents of similar length share a batch and leave it as they end. What a
+document costs: each token given the ones before it, `[EOS]` included; its first token, which nothing precedes, is
+charged ln(vocabulary).
 """
 
 from __future__ import annotations
