@@ -86,12 +86,15 @@ class Generator:
 
     @torch.inference_mode()
     def forward(self, ids_BT: Sequence[Sequence[int]], state: ModelState) -> Tensor:
-        """Run `[B, T]` ids after `state`, which is advanced; returns the scores after the last, `[B, Z]`."""
+        """Run `[B, T]` ids after `state`, which is advanced; returns the scores after the last, `[B, Z]`.
+
+        Z is the tokenizer's vocabulary: ids with which a model was padded beyond it mean nothing and are never drawn.
+        """
         rows = torch.tensor(ids_BT, device=self.model.device)
         self.tokens_run += rows.numel()
         logits = self.model(rows, state, logits="last").logits_BTZ
         assert logits is not None, "logits were asked for"
-        return logits[:, -1]
+        return logits[:, -1, : self.tokenizer.vocab_size]
 
     def prefill(self, ids: Sequence[int], start: Prefix | None = None) -> Prefix:
         """Run a prompt.

@@ -29,8 +29,8 @@ class FieldError(RequestError):
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= value <= high or (open_low and value == low):
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not low <= number <= high or (open_low and number == low):  # NaN is in no range
         raise FieldError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]", name)
 
 

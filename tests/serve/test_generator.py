@@ -157,6 +157,14 @@ def test_finished_rows_leave_a_state_behind_their_tokens(generator):
         torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_ids_beyond_the_tokenizer_are_never_drawn():
+    padded = tiny_generator(vocab_size=300)
+    with torch.no_grad():
+        padded.model.lm_head.weight[288:] = padded.model.lm_head.weight[:12] * 50
+    answer = padded.generate([PROMPTS[0]], [SamplingParams(temperature=2.0, seed=0, max_tokens=40)])[0]
+    assert max(answer.token_ids) < 288
+
+
 def test_an_empty_prompt_is_an_error(generator):
     with pytest.raises(FieldError, match="empty"):
         generator.prefill([])

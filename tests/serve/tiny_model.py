@@ -12,10 +12,10 @@ from perilune.serve.generator import Generator
 from perilune.tokenizer import ByteTokenizer
 
 
-def tiny_generator(seed: int = 0, *, sharpness: float = 8.0, **changes) -> Generator:
+def tiny_generator(seed: int = 0, *, sharpness: float = 8.0, vocab_size: int | None = None, **changes) -> Generator:
     """A generator over random weights; `sharpness` scales the head, so that logits are far apart."""
     tokenizer = ByteTokenizer()
-    config = dataclasses.replace(preset("tiny"), vocab_size=tokenizer.vocab_size)
+    config = dataclasses.replace(preset("tiny"), vocab_size=vocab_size or tokenizer.vocab_size)
     model = Transformer(config)
     init_weights(model, seed)
     model.double()

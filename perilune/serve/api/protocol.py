@@ -8,7 +8,8 @@ this server does not do is refused, never dropped in silence.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -137,7 +138,7 @@ class CompletionRequest(Sampling, kw_only=True):
     best_of: int | None = None
     logprobs: int | None = None
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, whichever of the four forms was sent."""
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -145,7 +146,7 @@ class CompletionRequest(Sampling, kw_only=True):
         if len(kinds) != 1:
             problem = "is an empty list" if not kinds else "mixes strings, token ids and lists"
             raise FieldError(f"prompt {problem}; give a string, token ids, or a list of either", "prompt")
-        return [self.prompt] if kinds == {int} else self.prompt
+        return cast("Sequence[str | list[int]]", [self.prompt] if kinds == {int} else self.prompt)
 
     def unsupported(self) -> list[tuple[str, bool]]:
         """See `Sampling.unsupported`."""
