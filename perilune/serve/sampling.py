@@ -21,22 +21,20 @@ _SHORTLIST = 128
 """Largest logits looked at before the whole vocabulary is sorted: a peaked model reaches top_p well within them."""
 
 
-def _top_p_cutoff(logits_NZ: Tensor, scale: float, top_p: float) -> Tensor:
+def _top_p_cutoff(logits_NZ: Tensor, weights_NZ: Tensor, scale: float, top_p: float) -> Tensor:
     """Smallest logit of the nucleus, [N, 1].
 
     Masses are fp64 sums, in a fixed order, of the fp32 weights exp((l - max) * scale).
     """
     vocab = logits_NZ.shape[-1]
-    largest_N1 = logits_NZ.amax(-1, keepdim=True)
-    total_N1 = torch.exp((logits_NZ - largest_N1) * scale).double().cumsum(-1)[:, -1:]
+    goal_N1 = weights_NZ.cumsum(-1, dtype=torch.float64)[:, -1:] * top_p
     for size in (min(_SHORTLIST, vocab), vocab):
         value_NS = logits_NZ.topk(size, dim=-1).values if size < vocab else logits_NZ.sort(-1, descending=True).values
-        mass_NS = torch.exp((value_NS - largest_N1) * scale).double().cumsum(-1)
-        reached_NS = mass_NS >= top_p * total_N1
-        if bool(reached_NS[:, -1].all()):
+        mass_NS = torch.exp((value_NS - value_NS[:, :1]) * scale).cumsum(-1, dtype=torch.float64)
+        short_N1 = (mass_NS < goal_N1).sum(-1, keepdim=True)  # tokens before the one that reaches the goal
+        if size == vocab or int(short_N1.max()) < size:
             break
-    index_N1 = (~reached_NS).sum(-1, keepdim=True).clamp_max(size - 1)
-    return value_NS.gather(-1, index_N1)
+    return value_NS.gather(-1, short_N1.clamp_max(size - 1))
 
 
 def kept_weights(logits_NZ: Tensor, params: SamplingParams) -> Tensor:
@@ -47,17 +45,15 @@ def kept_weights(logits_NZ: Tensor, params: SamplingParams) -> Tensor:
         params: temperature > 0 and the filters, the same for all rows.
     """
     logits_NZ = logits_NZ.float()
-    vocab = logits_NZ.shape[-1]
     scale = 1.0 / max(params.temperature, 1e-6)
-    top_k = params.top_k if params.top_k < vocab else 0
     weights_NZ = torch.exp((logits_NZ - logits_NZ.amax(-1, keepdim=True)) * scale)
-    left_NZ = logits_NZ
-    if top_k:
-        cutoff_N1 = left_NZ.topk(top_k, dim=-1).values[:, -1:]
-        left_NZ = left_NZ.masked_fill(left_NZ < cutoff_N1, -math.inf)
-        weights_NZ = weights_NZ.masked_fill(logits_NZ < cutoff_N1, 0.0)
+    if 0 < params.top_k < logits_NZ.shape[-1]:
+        dropped_NZ = logits_NZ < logits_NZ.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_NZ = logits_NZ.masked_fill(dropped_NZ, -math.inf)
+        weights_NZ = weights_NZ.masked_fill(dropped_NZ, 0.0)
     if params.top_p < 1.0:
-        weights_NZ = weights_NZ.masked_fill(logits_NZ < _top_p_cutoff(left_NZ, scale, params.top_p), 0.0)
+        cutoff_N1 = _top_p_cutoff(logits_NZ, weights_NZ, scale, params.top_p)
+        weights_NZ = weights_NZ.masked_fill(logits_NZ < cutoff_N1, 0.0)
     if params.min_p > 0.0:
         weights_NZ = weights_NZ.masked_fill(weights_NZ < params.min_p, 0.0)
     return weights_NZ
@@ -99,6 +95,7 @@ class Sampler:
         self._generators = [self._generators[row] for row in rows]
         self._group()
 
+    @torch.inference_mode()
     def draw(self, logits_BZ: Tensor) -> list[int]:
         """Next token id of every row.
 
@@ -118,7 +115,7 @@ class Sampler:
         for params, rows in self._groups:
             whole = len(rows) == logits_BZ.shape[0]
             weights_NZ = kept_weights(logits_BZ if whole else logits_BZ[rows], params)
-            mass_NZ = weights_NZ.double().cumsum(-1)
+            mass_NZ = weights_NZ.cumsum(-1, dtype=torch.float64)
             draws = [torch.rand((), generator=self._generators[row], dtype=torch.float64) for row in rows]
             goal_N1 = torch.stack(draws)[:, None].to(mass_NZ.device) * mass_NZ[:, -1:]
             # right=True: the first token whose cumulative mass exceeds the goal, hence never one of mass zero
