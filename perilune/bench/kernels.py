@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perilune.bench import moe
 from perilune.bench.elementwise import PEER as ELEMENTWISE_PEER
 from perilune.bench.elementwise import cases as elementwise_cases
 from perilune.bench.harness import Case, Row, run_suite
@@ -198,3 +199,6 @@ def row_operations(device: str) -> Iterator[Case]:
                 peer=ELEMENTWISE_PEER,
                 bytes=case.forward_bytes + (case.backward_bytes if kind == "fwdbwd" else 0),
             )
+
+
+OPS.update(moe.OPS)

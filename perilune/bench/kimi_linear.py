@@ -57,7 +57,11 @@ def pair(cfg: ModelConfig = SHAPE, seed: int = 0) -> tuple[Transformer, Any]:
     transformers = peer()
     ours = init_weights(Transformer(cfg), seed)
     with tempfile.TemporaryDirectory() as folder:
-        save_file({n: t.contiguous().clone() for n, t in to_published(ours)}, Path(folder) / "model.safetensors", {"format": "pt"})
+        save_file(
+            {n: t.contiguous().clone() for n, t in to_published(ours)},
+            Path(folder) / "model.safetensors",
+            {"format": "pt"},
+        )
         (Path(folder) / "config.json").write_text(json.dumps(kimi_linear_config(cfg)))
         theirs = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cross_check(ours, theirs)

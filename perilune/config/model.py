@@ -56,7 +56,9 @@ class KDAConfig:
         _positive("kda", num_heads=self.num_heads, head_dim=self.head_dim, value_head_dim=self.value_head_dim,
                   conv_kernel=self.conv_kernel, decay_rank=self.decay_rank, output_gate_rank=self.output_gate_rank)  # fmt: skip
         if self.gate_lower_bound is not None and not -5.0 <= self.gate_lower_bound < 0.0:
-            raise ConfigError(f"kda.gate_lower_bound={self.gate_lower_bound} must lie in [-5, 0), or be none for the softplus form")
+            raise ConfigError(
+                f"kda.gate_lower_bound={self.gate_lower_bound} must lie in [-5, 0), or be none for the softplus form"
+            )
         if self.stored_heads is not None and self.stored_heads < self.num_heads:
             raise ConfigError(f"kda.stored_heads={self.stored_heads} must be at least kda.num_heads={self.num_heads}")
 
@@ -118,7 +120,9 @@ class MLAConfig:
         if self.qk_rope_head_dim < 0:
             raise ConfigError(f"mla.qk_rope_head_dim={self.qk_rope_head_dim} must not be negative")
         if self.rope_theta is not None and (self.qk_rope_head_dim == 0 or self.qk_rope_head_dim % 2):
-            raise ConfigError(f"mla.rope_theta is set, so mla.qk_rope_head_dim={self.qk_rope_head_dim} must be even and above 0")
+            raise ConfigError(
+                f"mla.rope_theta is set, so mla.qk_rope_head_dim={self.qk_rope_head_dim} must be even and above 0"
+            )
 
     @property
     def qk_head_dim(self) -> int:
@@ -260,7 +264,9 @@ class ModelConfig:
         _one_of("model.residual", self.residual, RESIDUALS)
         _one_of("model.activation", self.activation, ACTIVATIONS)
         if not 0 <= self.dense_layers <= self.num_layers:
-            raise ConfigError(f"model.dense_layers={self.dense_layers} must lie in 0..model.num_layers={self.num_layers}")
+            raise ConfigError(
+                f"model.dense_layers={self.dense_layers} must lie in 0..model.num_layers={self.num_layers}"
+            )
         for kind in set(self.layer_mixers):
             part = "kda" if kind in ("kda", "gdn") else kind
             if getattr(self, part) is None:

@@ -157,7 +157,10 @@ def _short(text: str) -> str:
     """Reduce tyro's boxed error to one line: what is wrong, and the nearest known flag."""
     lines = [line.strip("│╭╰╮╯─ ").strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    problem = next((line for line in lines if line.startswith(("Unrecognized", "Error parsing"))), lines[1] if len(lines) > 1 else "")
+    problem = next(
+        (line for line in lines if line.startswith(("Unrecognized", "Error parsing"))),
+        lines[1] if len(lines) > 1 else "",
+    )
     near = [line.split(" ")[0] for line in lines if line.startswith("--") and not line.startswith("--help")]
     if problem.startswith("Unrecognized"):
         return problem + (f"; perhaps you meant {near[0]}" if near else "")

@@ -27,7 +27,7 @@ def tiny() -> ModelConfig:
 def nano() -> ModelConfig:
     """The demo: minutes on two CPU cores."""
     return ModelConfig(
-        vocab_size=4096, hidden_size=128, num_layers=4, attn_res_block_layers=2, dense_size=384,
+        vocab_size=4096, hidden_size=128, num_layers=4, attn_res_block_layers=2, dense_size=384, init_range=0.006,
         kda=KDAConfig(num_heads=2, head_dim=64),
         mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
         moe=MoEConfig(num_experts=16, experts_per_token=4, num_shared_experts=1, expert_size=64, latent_size=64),
@@ -38,6 +38,7 @@ def k2_nano() -> ModelConfig:
     """K2-style baseline at nano's FLOPs: MLA with RoPE, SwiGLU experts in full width, sign-updated bias, plain residual."""
     return ModelConfig(
         vocab_size=4096, hidden_size=128, num_layers=4, mixer="mla", residual="plain", activation="swiglu", dense_size=384,
+        init_range=0.006,
         mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
                       output_gate=False, rope_theta=10000.0),
         moe=MoEConfig(num_experts=16, experts_per_token=2, num_shared_experts=1, expert_size=64, latent_size=None,
@@ -133,13 +134,20 @@ def training(name: str) -> TrainConfig:
     """
     model = preset(name)
     if name not in TRAINABLE:
-        raise ConfigError(f"preset {name!r} is not for training on one machine; trainable presets: {', '.join(TRAINABLE)}")
+        raise ConfigError(
+            f"preset {name!r} is not for training on one machine; trainable presets: {', '.join(TRAINABLE)}"
+        )
     if name == "tiny":
-        return TrainConfig(model=model, stages=(StageConfig(seq_len=64),), steps=100, tokens_per_step=512, microbatch_tokens=512)
+        return TrainConfig(
+            model=model, stages=(StageConfig(seq_len=64),), steps=100, tokens_per_step=512, microbatch_tokens=512
+        )
     if name in ("nano", "k2_nano"):
+        # Chosen by a sweep of 60 short CPU runs (docs/training-nano.md): a high AdamW rate and short windows first matter most.
         return TrainConfig(
             model=model, steps=700, tokens_per_step=2048, microbatch_tokens=2048,
-            stages=(StageConfig(seq_len=256, fraction=0.75), StageConfig(seq_len=512, fraction=0.25)),
+            stages=(StageConfig(seq_len=64, fraction=0.3), StageConfig(seq_len=128, fraction=0.4),
+                    StageConfig(seq_len=256, fraction=0.2), StageConfig(seq_len=512, fraction=0.1)),
+            optim=OptimConfig(lr_muon=0.01, lr_adamw=0.015, momentum=0.9, beta1=0.8, beta2=0.99),
             eval=EvalConfig(every=100),
         )  # fmt: skip
     return TrainConfig(

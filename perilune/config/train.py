@@ -121,7 +121,9 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep < 1:
-            raise ConfigError(f"checkpoint.every={self.every} must be 0 or more and checkpoint.keep={self.keep} at least 1")
+            raise ConfigError(
+                f"checkpoint.every={self.every} must be 0 or more and checkpoint.keep={self.keep} at least 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

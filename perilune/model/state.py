@@ -117,13 +117,23 @@ class ModelState:
 
     def reserve(self, tokens: int) -> None:
         """Grow the caches so that each row can hold `tokens` tokens (at least doubling, so growth is amortised)."""
+        if self.capacity is not None and self.capacity < tokens:
+            self._grow(max(tokens, 2 * self.capacity))
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the caches can hold; None if no layer has a cache."""
+        sizes = [getattr(s, fields(s)[0].name).shape[1] for s in self.layers if isinstance(s, _GROWING)]
+        return min(sizes) if sizes else None
+
+    def _grow(self, capacity: int) -> None:
         for state in self.layers:
             if not isinstance(state, _GROWING):
                 continue
             for f in fields(state):
                 old = getattr(state, f.name)
-                if old.shape[1] < tokens:
-                    new = old.new_zeros(old.shape[0], max(tokens, 2 * old.shape[1]), *old.shape[2:])
+                if old.shape[1] < capacity:
+                    new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
                     new[:, : old.shape[1]] = old
                     setattr(state, f.name, new)
 
@@ -148,17 +158,9 @@ class ModelState:
     @staticmethod
     def stack(states: Sequence[ModelState]) -> ModelState:
         """Join states row-wise; their caches may have different capacities and their rows different lengths."""
-        capacity = max(
-            (
-                getattr(layer, fields(layer)[0].name).shape[1]
-                for s in states
-                for layer in s.layers
-                if isinstance(layer, _GROWING)
-            ),
-            default=0,
-        )
+        capacity = max(state.capacity or 0 for state in states)
         for state in states:
-            state.reserve(capacity)
+            state._grow(capacity)
         layers = [
             type(group[0])(*(torch.cat([getattr(s, f.name) for s in group]) for f in fields(group[0])))
             for group in zip(*(s.layers for s in states), strict=True)

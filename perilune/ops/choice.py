@@ -27,7 +27,9 @@ class Choice(NamedTuple):
 
 def _checked(name: str | None) -> str | None:
     if name is not None and name not in IMPLEMENTATIONS:
-        raise ConfigError(f"unknown op implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}; unset PERILUNE_OPS to let each op choose")
+        raise ConfigError(
+            f"unknown op implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}; unset PERILUNE_OPS to let each op choose"
+        )
     return name
 
 

@@ -58,12 +58,17 @@ def resolve_precision(precision: str, device: torch.device) -> Precision:
     return Precision(torch.bfloat16, f"this CPU has {feature}")
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_threads(config: TrainConfig) -> int:
     """Set torch's CPU threads: as asked, else as OMP_NUM_THREADS says, else one for each core this process may use."""
     threads = config.threads
     if threads == 0 and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         threads = int(os.environ["OMP_NUM_THREADS"])
     if threads == 0:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = usable_cores()
     torch.set_num_threads(max(1, threads))
     return torch.get_num_threads()

@@ -27,6 +27,7 @@ from perilune.model.transformer import Transformer
 from perilune.optim.build import Optimizer, muon_dtype_for
 from perilune.optim.schedule import multiplier
 from perilune.rundir import RunDir, config_hash
+from perilune.train.allocator import keep_large_blocks
 from perilune.train.callbacks import Callback, Evaluation, Interrupt, Metrics, Probes, Sample, Saving, TimeLimit
 from perilune.train.environment import describe
 from perilune.train.heldout import HeldOutResult
@@ -82,6 +83,7 @@ class Trainer:
         self.device = resolve_device(config.device)
         self.precision = resolve_precision(config.precision, self.device)
         self.threads = set_threads(config)
+        keep_large_blocks()
         self.model = init_weights(Transformer(config.model), config.seed).to(self.device).train()
         self.model.compute_dtype = self.precision.dtype
         for module in self.model.modules():
@@ -150,6 +152,8 @@ class Trainer:
             held.enter_context(run.lock())
             if not resume:
                 run.write_config(config)
+                # Pre-training teaches no think channel: the generation prompt of a chat opens the response at once.
+                run.write_json("chat.json", {"thinking": False})
             try:
                 trainer = cls(config, run, open_data(config, run), callbacks=callbacks)
             except BaseException:
@@ -306,7 +310,7 @@ def finished(run: RunDir, config: TrainConfig) -> bool:
 
 def _withdraw(run: RunDir) -> None:
     """Undo a run that could not begin, so that the same command works once its cause is mended."""
-    for name in ("config.toml", "tokenizer.json", "split.json", ".lock"):
+    for name in ("config.toml", "chat.json", "tokenizer.json", "split.json", ".lock"):
         (run.path / name).unlink(missing_ok=True)
     for folder in (run.path / "probes", run.checkpoints_path, run.path):
         try:

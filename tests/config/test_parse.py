@@ -21,7 +21,9 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("steps = 7\nseed = 5\n[model.kda]\nnum_heads = 4\n")
     merged = from_dict(TrainConfig, merge(to_dict(training("tiny")), load_toml(path)))
-    got = parse_flags(TrainConfig, ["--steps", "9", "--model.residual", "plain", "--data.path", "a", "b"], merged, prog="t")
+    got = parse_flags(
+        TrainConfig, ["--steps", "9", "--model.residual", "plain", "--data.path", "a", "b"], merged, prog="t"
+    )
     assert (got.steps, got.seed, got.model.kda.num_heads, got.model.residual) == (9, 5, 4, "plain")
     assert got.data.path == ("a", "b") and got.model.kda.head_dim == training("tiny").model.kda.head_dim
 
@@ -71,7 +73,11 @@ def test_missing_file_and_missing_keys(tmp_path):
 @given(st.integers(1, 10**6), st.floats(0, 1), st.text(max_size=20), st.booleans())
 def test_values_survive_the_round_trip(steps, momentum, path, byte):
     base = to_dict(training("tiny"))
-    change = {"steps": steps, "optim": {"momentum": momentum}, "data": {"path": [path], "tokenizer": "byte" if byte else "bpe"}}
+    change = {
+        "steps": steps,
+        "optim": {"momentum": momentum},
+        "data": {"path": [path], "tokenizer": "byte" if byte else "bpe"},
+    }
     cfg = from_dict(TrainConfig, merge(base, change))
     import tomllib
 
@@ -81,7 +87,9 @@ def test_values_survive_the_round_trip(steps, momentum, path, byte):
 
 def test_the_word_none_is_a_value_where_the_setting_is_a_word(tmp_path):
     base = to_dict(training("tiny"))
-    cfg = from_dict(TrainConfig, merge(base, {"model": {"moe": {"balancer": "none"}, "kda": {"gate_lower_bound": None}}}))
+    cfg = from_dict(
+        TrainConfig, merge(base, {"model": {"moe": {"balancer": "none"}, "kda": {"gate_lower_bound": None}}})
+    )
     path = tmp_path / "c.toml"
     path.write_text(to_toml(cfg))
     again = from_dict(TrainConfig, load_toml(path))

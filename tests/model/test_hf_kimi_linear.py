@@ -31,9 +31,15 @@ CFG = ModelConfig(
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kimi_linear")
     ours = random_model(CFG, dtype=torch.float32)
-    save_file({name: tensor.contiguous().clone() for name, tensor in to_published(ours)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in to_published(ours)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(kimi_linear_config(CFG)))
-    theirs, info = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    theirs, info = transformers.KimiLinearForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return ours, theirs.eval()
 

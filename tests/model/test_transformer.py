@@ -24,7 +24,10 @@ SHAPES = {
     "value_heads_wider": {"kda": replace(tiny().kda, value_head_dim=24)},
     "stored_heads": {"kda": replace(tiny().kda, stored_heads=5)},
     "full_rank_queries": {"mla": replace(tiny().mla, q_lora_rank=None, output_gate=False)},
-    "no_latent_swiglu": {"activation": "swiglu", "moe": replace(tiny().moe, latent_size=None, routed_scaling_factor=2.446)},
+    "no_latent_swiglu": {
+        "activation": "swiglu",
+        "moe": replace(tiny().moe, latent_size=None, routed_scaling_factor=2.446),
+    },
     "two_shared": {"moe": replace(tiny().moe, num_shared_experts=2, latent_norm=False)},
 }
 OTHER_MIXERS = {
@@ -97,7 +100,7 @@ def test_rows_of_different_length_continue_together():
     with torch.no_grad():
         states = []
         for row, length in enumerate((5, 12, 5)):
-            states.append(model.new_state(1))
+            states.append(model.new_state(1, capacity=3 + 4 * row))  # capacities differ too
             model(ids[row : row + 1, :length], states[-1])
         joint = ModelState.stack(states)
         assert joint.lengths == [5, 12, 5]
