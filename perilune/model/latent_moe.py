@@ -10,13 +10,13 @@ Without `latent_size` the experts work in the full width: the ordinary mixture o
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig, MoEConfig
 from perilune.model.linear import Linear
 from perilune.model.mlp import GatedMLP
 from perilune.model.norm import RMSNorm
+from perilune.ops.linear import linear
 from perilune.ops.moe import BALANCERS, Balancer, Routing, in_recompute, moe_decode, route, routed_experts
 from perilune.ops.moe.decode import MAX_TOKENS
 
@@ -33,7 +33,7 @@ class Router(nn.Module):
     def logits(self, x_ND: Tensor) -> Tensor:
         """Scores before the sigmoid, `[N, E]`, in fp32 (fp64 for fp64 tokens)."""
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        return F.linear(x_ND.to(wide), self.weight.to(wide))
+        return linear(x_ND.to(wide), self.weight)
 
     def forward(self, x_ND: Tensor) -> Routing:
         """Route `[N, D]` tokens."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from perilune.ops.linear import linear
 
 
 class Linear(nn.Module):
@@ -16,7 +17,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]` in the dtype of `x`."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight)
 
     def extra_repr(self) -> str:
         """Sizes, for printing a model."""

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError, RequestError
 from perilune.ops.choice import Choice
+from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.native.rows import choose, entry, threads_for
 
 CPU_CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32 logits: stays near the cores' caches
@@ -64,6 +65,8 @@ def linear_cross_entropy(
         else:
             x_ND, target_N = x_ND.index_select(0, kept), target_N.index_select(0, kept)
         _check_range(target_N, len(weight_ZD), kept)
+    if x_ND.dtype == torch.bfloat16 and x_ND.is_cpu and not multiplies_bf16():
+        x_ND = x_ND.float()  # the same losses: softmax runs in fp32 anyway, and this CPU does not multiply bf16
     if chunk is None:
         elements = CPU_CHUNK_ELEMENTS if x_ND.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
         chunk = max(MIN_CHUNK, elements // len(weight_ZD))
