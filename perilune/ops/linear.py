@@ -9,6 +9,9 @@ Three ways, chosen by `select`:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,23 +37,23 @@ def select(x: Tensor, weight_OI: Tensor) -> Choice:
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Map `[..., I]` to `[..., O]`; the weight may be in another dtype than x, the result is in that of x."""
-    if select(x, weight_OI).implementation == "native":
+    # Decoding calls this about ten times a token and layer: what cannot be native is told from one look at the sizes.
+    if x.numel() <= FEW_ROWS * x.shape[-1] and select(x, weight_OI).implementation == "native":
         return _few_rows(x, weight_OI)
-    if x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bf16():
+    if x.dtype is torch.bfloat16 and x.is_cpu and not multiplies_bf16():
         return F.linear(x.float(), weight_OI.float()).to(x.dtype)
     return F.linear(x, weight_OI.to(x.dtype))
 
 
 def _few_rows(x: Tensor, weight_OI: Tensor) -> Tensor:
     x = x.contiguous()
-    y = x.new_empty(*x.shape[:-1], weight_OI.shape[0])
-    tokens = x.numel() // x.shape[-1]
-    rows.entry("linear", "pl_few_rows", torch.float32, "pppllll")(
-        x.data_ptr(),
-        weight_OI.data_ptr(),
-        y.data_ptr(),
-        tokens,
-        *weight_OI.shape,
-        rows.threads_for(2 * weight_OI.numel()),
-    )
+    out, width = weight_OI.shape
+    y = x.new_empty((*x.shape[:-1], out))
+    threads = rows.threads_for(2 * out * width)
+    _kernel()(x.data_ptr(), weight_OI.data_ptr(), y.data_ptr(), x.numel() // width, out, width, threads)
     return y
+
+
+@lru_cache
+def _kernel() -> Callable[..., None]:
+    return rows.entry("linear", "pl_few_rows", torch.float32, "pppllll")
