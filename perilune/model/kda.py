@@ -116,6 +116,7 @@ class KDA(nn.Module):
             q, k, v, x_BTD, None if state is None else state.memory_BHVK, state is not None, segments
         )
         if state is not None:
+            assert memory is not None, "a call with a state asks for the final memory"
             state.window_BXW, state.memory_BHVK = window, memory
         gate = self.output_gate(x_BTD).view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perilune.model.kda import KDA
+from perilune.model.latent_moe import LatentMoE
 from perilune.model.mla import GatedMLA
 from perilune.model.residual import DepthRead
 from perilune.model.transformer import Transformer
@@ -38,7 +39,7 @@ class Probe:
                 self.handles.append(block.mixer.register_forward_pre_hook(self._kda(index)))
             elif isinstance(block.mixer, GatedMLA):
                 self.handles.append(block.mixer.register_forward_pre_hook(self._mla(index)))
-            if hasattr(block.ffn, "router"):
+            if isinstance(block.ffn, LatentMoE):
                 self.handles.append(block.ffn.router.register_forward_hook(self._router(index)))
         if hasattr(model, "output_read"):
             self._watch_read("output", model.output_read)

@@ -10,6 +10,7 @@ At batch 1 a token costs little arithmetic, so what counts is the number of call
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -168,7 +169,7 @@ def _row_stride(x: Tensor, batch: int) -> int | None:
 
 
 @lru_cache
-def _entry() -> ctypes._CFuncPtr:
+def _entry() -> Callable[..., None]:
     library = load("kda_decode")
     assert library is not None, "select() chose the native kernel without having it"
     entry = library.kda_decode

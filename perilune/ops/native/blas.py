@@ -11,6 +11,7 @@ import ctypes
 from ctypes import c_float, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +43,11 @@ def sgemm_address() -> int:
             found = ctypes.CDLL(str(path)).sgemm_
         except (OSError, AttributeError):
             continue
-        return ctypes.cast(found, c_void_p).value if _multiplies(found) else 0
+        return (ctypes.cast(found, c_void_p).value or 0) if _multiplies(found) else 0
     return 0
 
 
-def _multiplies(sgemm: ctypes._CFuncPtr) -> bool:
+def _multiplies(sgemm: Any) -> bool:
     """Check the calling convention on C = A B^T: a build with 64-bit integers would read wrong sizes."""
     a, b = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]), torch.tensor([[13.0, 17.0], [19.0, 23.0]])
     c = torch.full((3, 2), float("nan"))
