@@ -74,7 +74,7 @@ def _base(flags: AblateFlags) -> TrainConfig:
         raise ConfigError(f"--seeds {flags.seeds} and --steps {flags.steps} must be at least 1")
     base = training(flags.base or flags.preset)
     data = replace(base.data, path=flags.data or base.data.path)
-    return replace(base, steps=flags.steps, data=data, eval=EvalConfig(final_tokens=262144))
+    return replace(base, steps=flags.steps, data=data, eval=EvalConfig(final_tokens=65536))
 
 
 def run(args: list[str]) -> int:
