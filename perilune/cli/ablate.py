@@ -141,5 +141,7 @@ def _print(rows, variants: list[Variant], seeds: int) -> None:
             row.label, f"{row.parameters:,}", f"{row.active:,}", f"{row.train_flops_per_token / 1e6:.2f}", str(row.steps),
             f"{row.mean:.3f}{spread}", difference, "–" if row.routing is None else f"{row.routing:.2f}× mean",
         )  # fmt: skip
-    Console().print(table)
+    console = Console()
+    # Piped into a file there is no width to respect, and a squeezed table cannot be read.
+    (console if console.is_terminal else Console(width=150)).print(table)
     print(f"difference is to {variants[0].label}, paired by seed; below zero is better")
