@@ -154,14 +154,18 @@ def parse_flags(cls: type[T], args: Sequence[str], default: T, *, prog: str, des
 
 
 def _short(text: str) -> str:
-    """Reduce tyro's boxed error to one line: what is wrong, and the nearest known flag."""
-    lines = [line.strip("│╭╰╮╯─ ").strip() for line in text.splitlines()]
+    """Reduce tyro's boxed error to one line: what is wrong, wrapped lines joined, and the nearest known flag."""
+    lines = [line.strip("│╭╰╮╯ ").strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    problem = next(
-        (line for line in lines if line.startswith(("Unrecognized", "Error parsing"))),
-        lines[1] if len(lines) > 1 else "",
-    )
-    near = [line.split(" ")[0] for line in lines if line.startswith("--") and not line.startswith("--help")]
-    if problem.startswith("Unrecognized"):
-        return problem + (f"; perhaps you meant {near[0]}" if near else "")
-    return problem.removeprefix("Error parsing ")
+    starts = [n for n, line in enumerate(lines) if line.startswith(("Unrecognized", "Error parsing"))]
+    first = starts[0] if starts else min(1, len(lines) - 1)
+    problem: list[str] = []
+    for line in lines[first:]:
+        if problem and re.match(r"[─-]{3}|Argument helptext|Perhaps you meant|For full helptext", line):
+            break
+        problem.append(line)
+    message = " ".join(problem)
+    if message.startswith("Unrecognized"):
+        near = [line.split(" ")[0] for line in lines if re.match(r"--\w", line) and not line.startswith("--help")]
+        return message + (f"; perhaps you meant {near[0]}" if near else "")
+    return message.removeprefix("Error parsing ")
