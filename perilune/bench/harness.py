@@ -16,6 +16,7 @@ import math
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,6 +30,7 @@ import torch
 from perilune import __version__
 from perilune.errors import ConfigError
 
+PEERS = ("transformers", "fla")
 SAMPLES = 9
 MIN_SAMPLES = 3
 ROW_SECONDS = 4.0  # stop sampling a row after this, once MIN_SAMPLES are in
@@ -153,14 +155,14 @@ def device_name(device: str) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-@lru_cache
 def versions() -> dict[str, str]:
-    """Versions that a time depends on."""
+    """Versions that a time depends on, those of imported peers included."""
     found = {"perilune": __version__, "python": platform.python_version(), "torch": torch.__version__}
     with suppress(ImportError):
         import triton
 
         found["triton"] = triton.__version__
+    found |= {peer: sys.modules[peer].__version__ for peer in PEERS if peer in sys.modules}
     return found
 
 

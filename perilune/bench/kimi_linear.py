@@ -29,7 +29,7 @@ SHAPE = ModelConfig(
 )  # fmt: skip
 
 
-def peer() -> Any:
+def import_peer() -> Any:
     """The transformers module.
 
     Raises:
@@ -54,7 +54,7 @@ def pair(cfg: ModelConfig = SHAPE, seed: int = 0) -> tuple[Transformer, Any]:
         ConfigError: no peer is installed.
         AssertionError: the two disagree by more than 1e-4 of the logits' spread.
     """
-    transformers = peer()
+    transformers = import_peer()
     ours = init_weights(Transformer(cfg), seed)
     with tempfile.TemporaryDirectory() as folder:
         save_file(

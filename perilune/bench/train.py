@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from perilune.bench.harness import Case, Row, run_suite
-from perilune.bench.kimi_linear import SHAPE, pair, random_ids
+from perilune.bench.kimi_linear import SHAPE, import_peer, pair, random_ids
 from perilune.config import ModelConfig, OptimConfig
 from perilune.config.presets import nano
 from perilune.errors import ConfigError
@@ -175,6 +175,8 @@ def run(
     if device != "cpu":
         raise ConfigError(f"bench train measures the CPU path; device {device!r} has no rows yet, use cpu")
     keep_large_blocks()
+    if peer == "transformers":
+        import_peer()  # before the rows of earlier calls are read: its version is part of a row's identity
     return run_suite(
         cases(peer), device=device, budget_seconds=budget_seconds, results=results, samples=SAMPLES, on_row=on_row
     )
