@@ -37,7 +37,9 @@ def chunked(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor]:
         chunk_size = 64 if args.q.is_cuda else 16  # CPU: no off-diagonal tiles; GPU: a quarter of the serial steps
     layout = ChunkLayout.build(args.offsets, chunk_size, args.q.device)
     q, k, v, g, beta = prepare(args)
-    return _Chunked.apply(q, k, v, g, beta, args.state_K_first(), args.scale, layout, args.bounded)
+    return _Chunked.apply(
+        q, k, v, g, beta, args.state_K_first(), args.scale, layout, args.bounded, torch.is_grad_enabled()
+    )
 
 
 @dataclass
@@ -120,6 +122,7 @@ class _Chunked(torch.autograd.Function):
         scale: float,
         layout: ChunkLayout,
         bounded: bool,
+        keep_states: bool,
     ) -> tuple[Tensor, Tensor]:
         batch = q.shape[0]
         q, k, v, g = (layout.gather(x) for x in (q, k, v, g))
@@ -129,7 +132,7 @@ class _Chunked(torch.autograd.Function):
         chunks, heads, rows, value_dim = v.shape
         key_dim = q.shape[-1]
         state = initial_state[layout.order]  # a copy; rows that have run out of chunks keep their final state
-        entries = state.new_empty(chunks, heads, key_dim, value_dim)
+        entries = state.new_empty(chunks if keep_states else 0, heads, key_dim, value_dim)
         o = torch.empty_like(v)
         for block in _blocks(layout, heads * rows * key_dim):
             base = block[0][0]
@@ -138,7 +141,8 @@ class _Chunked(torch.autograd.Function):
             for begin, end in block:
                 active, here = end - begin, slice(begin - base, end - base)
                 S = state[:active]
-                entries[begin:end] = S
+                if keep_states:
+                    entries[begin:end] = S
                 U = c.A[here] @ (c.beta[here] * (c.v[here] - Kd[here] @ S))
                 torch.add(Qd[here] @ S, c.P[here] @ U, out=o[begin:end])
                 state[:active] = c.gamma[here] * S + Kr_T[here] @ U
@@ -180,7 +184,7 @@ class _Chunked(torch.autograd.Function):
             dq[rows], dk[rows] = dq_block, dk_block
         dq, dk, dv, dg = (layout.scatter(x, ctx.batch) for x in (dq, dk, dv, dg))
         dbeta = layout.scatter(dbeta.unsqueeze(-1), ctx.batch).squeeze(-1)
-        return dq, dk, dv, dg, dbeta, dS[layout.rank], None, None, None
+        return dq, dk, dv, dg, dbeta, dS[layout.rank], None, None, None, None
 
 
 def _parallel_backward(

@@ -88,6 +88,7 @@ class _Layout:
     integers: dict[str, int]
     floats: dict[str, float]
     output_final_state: bool
+    keep_states: bool  # asked here: inside an autograd function gradients are always off
 
     @staticmethod
     def of(args: Arguments) -> _Layout:
@@ -117,6 +118,7 @@ class _Layout:
                 "beta_scale": args.beta_scale,
             },
             output_final_state=args.output_final_state,
+            keep_states=torch.is_grad_enabled(),
         )
 
 
@@ -195,7 +197,7 @@ class _Native(torch.autograd.Function):
         layout: _Layout,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = tuple(_rows(x) for x in (q, k, v, g, beta))
-        training = any(ctx.needs_input_grad)
+        training = layout.keep_states and any(ctx.needs_input_grad)
         o, final, kept = _forward("kda_forward", inputs, A_log, dt_bias, initial_state, layout, training)
         ctx.save_for_backward(*inputs, A_log, dt_bias, kept)
         ctx.layout = layout

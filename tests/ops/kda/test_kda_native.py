@@ -10,6 +10,7 @@ from kda_cases import IN_KERNEL, assert_close, outputs_and_gradients, raw_inputs
 
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, fused_recurrent_kda, recurrent_kda_reference, select
+from perilune.ops.kda import native as kda_native
 from perilune.ops.native.build import unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason("kda") is not None, reason=str(unavailable_reason("kda")))
@@ -199,6 +200,18 @@ def test_some_inputs_need_no_gradient() -> None:
     with force("torch"):
         o, _ = chunk_kda(v=v, **inputs, lower_bound=-5.0, **IN_KERNEL)
     assert torch.allclose(d_v, torch.autograd.grad(o.sum(), v)[0], atol=1e-5)
+
+
+def test_inference_keeps_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {n: x.float().requires_grad_() for n, x in raw_inputs(1, 100, 1, 2, 8, 6).items()}
+    kept = []
+    call = kda_native._call
+    monkeypatch.setattr(kda_native, "_call", lambda entry, struct: (kept.append(struct.kept), call(entry, struct)))
+    o, _ = chunk_kda(**inputs, lower_bound=-5.0, **IN_KERNEL)
+    with torch.no_grad():
+        again, _ = chunk_kda(**inputs, lower_bound=-5.0, **IN_KERNEL)
+    assert kept[0] and not kept[1], "states for a backward pass that cannot come"
+    assert torch.equal(o, again)
 
 
 def test_thread_count_and_repetition_change_no_bit() -> None:
