@@ -1,5 +1,5 @@
 # One-line aliases; bootstrap.py and the command line hold the logic.
-.PHONY: setup demo test test-fast test-gpu lint types arch wheel soak clean
+.PHONY: setup demo test test-fast lint types arch wheel soak clean
 
 setup:
 	python3 bootstrap.py setup --extras dev
@@ -12,9 +12,6 @@ test:
 
 test-fast:
 	OMP_NUM_THREADS=1 .venv/bin/pytest -q -m "not slow and not dist and not gpu" -n 2 --dist loadfile
-
-test-gpu:
-	.venv/bin/pytest -q tests/gpu
 
 lint:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
