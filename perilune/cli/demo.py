@@ -65,7 +65,11 @@ def _say(text: str) -> None:
 
 
 def _open(flags: DemoFlags, config: TrainConfig) -> Trainer:
-    """A fresh trainer, or the one that an interrupted demo left."""
+    """A fresh trainer, or the one that an interrupted demo left.
+
+    Raises:
+        ConfigError: another process is at work in the folder.
+    """
     from perilune.cli.progress import ProgressLine
     from perilune.train.trainer import Trainer
 
@@ -75,9 +79,10 @@ def _open(flags: DemoFlags, config: TrainConfig) -> Trainer:
             _say(f"going on with the interrupted demo in {run.path}")
             return Trainer.from_config(None, run, resume=True, callbacks=[ProgressLine()])
         previous = run.path.with_name(run.path.name + ".previous")
-        if previous.exists():
-            shutil.rmtree(previous)
-        run.path.rename(previous)
+        with run.lock():  # another demo that is at work here keeps its folder
+            if previous.exists():
+                shutil.rmtree(previous)
+            run.path.rename(previous)
     return Trainer.from_config(config, RunDir.resolve(flags.run), callbacks=[ProgressLine()])
 
 

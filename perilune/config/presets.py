@@ -142,7 +142,7 @@ def training(name: str) -> TrainConfig:
             model=model, stages=(StageConfig(seq_len=64),), steps=100, tokens_per_step=512, microbatch_tokens=512
         )
     if name in ("nano", "k2_nano"):
-        # Chosen by a sweep of 60 short CPU runs (docs/training-nano.md): a high AdamW rate and short windows first matter most.
+        # Chosen by two sweeps of 29 short CPU runs (docs/training-nano.md): a high AdamW rate and short windows first matter most.
         return TrainConfig(
             model=model, steps=700, tokens_per_step=2048, microbatch_tokens=2048,
             stages=(StageConfig(seq_len=64, fraction=0.3), StageConfig(seq_len=128, fraction=0.4),

@@ -6,7 +6,6 @@ variant can be reported, sampled or chatted with like any other run.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -20,6 +19,8 @@ from perilune.errors import CheckpointError
 from perilune.eval.factors import Variant, mean_train_flops
 from perilune.rundir import RunDir
 from perilune.shapes.counts import count_parameters
+from perilune.train.resume import check_same
+from perilune.train.run_data import absolute
 from perilune.train.trainer import Trainer, finished
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; the last one serves for all larger ones.
@@ -81,8 +82,13 @@ def folder_name(label: str, seed: int) -> str:
 
 
 def _run_one(config: TrainConfig, run: RunDir, on_trainer: Callable[[Trainer], None]) -> dict[str, Any]:
-    """Train one cell, resuming or skipping what an earlier call did; returns its summary."""
+    """Train one cell, resuming or skipping what an earlier call did; returns its summary.
+
+    Raises:
+        ConfigError: the folder holds this cell of another ablation: other steps, data or model.
+    """
     if run.exists():
+        check_same(run.read_config(), absolute(config))
         if finished(run, config):
             return run.read_json("summary.json")
         try:
@@ -109,6 +115,9 @@ def run_ablation(
 
     Returns:
         None if a run was interrupted.
+
+    Raises:
+        ConfigError: the folder holds runs of another ablation.
     """
     results: list[list[dict[str, Any]]] = []
     for variant in variants:
@@ -156,15 +165,3 @@ def table(variants: Sequence[Variant], results: Sequence[Sequence[dict[str, Any]
             )  # fmt: skip
         )
     return rows
-
-
-def load_rows(folder: Path) -> list[Row]:
-    """Read the table of a finished ablation.
-
-    Raises:
-        CheckpointError: the folder has no finished ablation.
-    """
-    try:
-        return [Row(**row) for row in json.loads((folder / "ablation.json").read_text())["rows"]]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder} holds no finished ablation: {error}") from error

@@ -7,6 +7,7 @@ import pytest
 from perilune.cli.demo import DemoFlags, demo_config
 from perilune.cli.main import main
 from perilune.errors import ConfigError
+from perilune.rundir import RunDir
 
 pytest.importorskip("starlette", reason="the demo serves: it needs the extra serve")
 pytest.importorskip("plotly", reason="the demo reports: it needs the extra report")
@@ -36,6 +37,9 @@ def test_all_stages_on_other_text(corpus, tmp_path, capsys, monkeypatch):
     serve = summary["serve"]
     assert 0 < serve["cached_tokens_second_turn"] < serve["prompt_tokens_second_turn"]
     assert (tmp_path / summary["report"]).stat().st_size > 10_000
+    with RunDir("runs/demo").lock():
+        assert main(call) == 2 and "another process" in capsys.readouterr().err
+    assert not (tmp_path / "runs/demo.previous").exists()
     assert main(call) == 0
     assert (tmp_path / "runs/demo.previous/summary.json").exists()
 

@@ -1,15 +1,15 @@
 """An ablation end to end on tiny models; its statistics against hand-computed numbers; continuing after a stop."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from perilune.cli.ablate import parse_vary
 from perilune.config import EvalConfig
 from perilune.config.presets import training
-from perilune.errors import CheckpointError, ConfigError
-from perilune.eval.ablate import folder_name, load_rows, mean_and_interval, run_ablation, table
+from perilune.errors import ConfigError
+from perilune.eval.ablate import folder_name, mean_and_interval, run_ablation, table
 from perilune.eval.factors import plan
 
 
@@ -42,7 +42,8 @@ def test_runs_all_cells_and_continues_without_repeating(corpus, tmp_path):
     assert rows[1].difference == pytest.approx(rows[1].mean - rows[0].mean)
     assert all(4 < b < 12 for row in rows for b in row.bits_per_byte)
     again = run_ablation(variants, 2, tmp_path / "abl", on_trainer=lambda *_: pytest.fail("ran a finished cell again"))
-    assert again == rows == load_rows(tmp_path / "abl")
+    written = json.loads((tmp_path / "abl" / "ablation.json").read_text())
+    assert again == rows and written == {"rows": [asdict(row) for row in rows], "seeds": 2}
 
 
 def test_mean_and_interval_by_hand():
@@ -76,12 +77,13 @@ def test_vary_words():
             parse_vary((word,))
 
 
-def test_a_folder_without_table_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no finished ablation"):
-        load_rows(tmp_path)
-    (tmp_path / "ablation.json").write_text(json.dumps({"rows": [{"label": "x"}]}))
-    with pytest.raises(CheckpointError):
-        load_rows(tmp_path)
+def test_runs_of_another_ablation_are_not_taken_for_this_one(corpus, tmp_path):
+    base = small(corpus)
+    vary = [("residual", ("plain", "block"))]
+    run_ablation(plan(base, vary), 1, tmp_path / "abl", on_trainer=lambda *_: None)
+    for other in (replace(base, steps=2), replace(base, optim=replace(base.optim, lr_muon=0.5))):
+        with pytest.raises(ConfigError, match="steps: the run has 3|lr_muon: the run has"):
+            run_ablation(plan(other, vary), 1, tmp_path / "abl", on_trainer=lambda *_: None)
 
 
 def test_folder_names():

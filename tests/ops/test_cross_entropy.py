@@ -18,13 +18,7 @@ from perilune.ops.choice import force
 from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.native import build, rows
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills every torch.empty with NaN, so an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=["torch", "native"])

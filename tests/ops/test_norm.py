@@ -15,15 +15,9 @@ from perilune.ops import norm
 from perilune.ops.choice import force
 from perilune.ops.native import build, rows
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills every torch.empty with NaN, so an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["torch", "native"])

@@ -1,16 +1,37 @@
-"""The allocator keeps large blocks: their addresses come back instead of fresh pages."""
+"""The allocator keeps large blocks: none of them is mapped on its own any more, so none goes back when freed."""
 
+import platform
+import subprocess
 import sys
 
 import pytest
 
 from perilune.train.allocator import keep_large_blocks
 
+COUNT_MAPPED = """
+import ctypes, sys
+from perilune.train.allocator import keep_large_blocks
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_is_accepted_and_harmless():
-    assert keep_large_blocks() in (True, False)
-    assert len(bytearray(1 << 26)) == 1 << 26
+class Info(ctypes.Structure):  # struct mallinfo2, mallinfo(3)
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+if sys.argv[1] == "kept":
+    assert keep_large_blocks()
+before = libc.mallinfo2().hblkhd
+assert libc.malloc(1 << 26)
+print(libc.mallinfo2().hblkhd - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt and mallinfo2 are glibc's")
+@pytest.mark.parametrize(("how", "mapped"), [("as it is", True), ("kept", False)])
+def test_a_large_block_is_mapped_on_its_own_only_before(how, mapped):
+    done = subprocess.run([sys.executable, "-c", COUNT_MAPPED, how], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) >= 1 << 26) is mapped
 
 
 def test_other_systems_are_left_alone(monkeypatch):

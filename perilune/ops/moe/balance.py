@@ -18,6 +18,20 @@ class NoBalance(Balancer):
 
     name = "none"
 
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def _add(
+        self, scores_NE: Tensor, cutoff_N: Tensor, valid_N: Tensor | None, counts_E: Tensor, bias_E: Tensor
+    ) -> None:
+        """Look at nothing."""
+
+    def _merge(self, other: Balancer) -> None:
+        """There is nothing to add."""
+
+    def _reduce(self, sum_: Callable[[Tensor], object]) -> None:
+        """There is nothing to sum."""
+
     def _next(self, bias_E: Tensor) -> Tensor:
         return bias_E.clone()
 

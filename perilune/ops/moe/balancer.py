@@ -18,6 +18,7 @@ bits for any split of the step's tokens over micro-batches and ranks. The only s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -31,7 +32,7 @@ def in_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Balancer:
+class Balancer(ABC):
     """Base of the rules: accumulates over a step, then gives the next bias.
 
     Args:
@@ -94,21 +95,25 @@ class Balancer:
         """
         self._reduce(sum_)
 
+    @abstractmethod
     def reset(self) -> None:
         """Forget what was seen since the last update."""
 
+    @abstractmethod
     def _add(
         self, scores_NE: Tensor, cutoff_N: Tensor, valid_N: Tensor | None, counts_E: Tensor, bias_E: Tensor
     ) -> None:
         """Accumulate a micro-batch."""
 
+    @abstractmethod
     def _next(self, bias_E: Tensor) -> Tensor:
         """The rule."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _merge(self, other: Balancer) -> None:
         """Add another shard's accumulators."""
 
+    @abstractmethod
     def _reduce(self, sum_: Callable[[Tensor], object]) -> None:
         """Sum the accumulators over ranks."""
 

@@ -76,26 +76,8 @@ static void add_partials(const float *restrict partial, float *restrict total, i
         for (int64_t d = 0; d < n; d++) total[d] += partial[b * stride + d];
 }
 
-#define EXPORT __attribute__((visibility("default")))
-#define JOIN2(a, b) a##_##b
-#define JOIN(a, b) JOIN2(a, b)
-#define NAME(a) JOIN(a, SUFFIX)
-
-#define T float
-#define SUFFIX f32
-#define LOAD(p) (p)
-#define STORE(v) (v)
-#include __FILE__
-#undef T
-#undef SUFFIX
-#undef LOAD
-#undef STORE
-
-#define T uint16_t
-#define SUFFIX bf16
-#define LOAD(p) pl_from_bf16(p)
-#define STORE(v) pl_to_bf16(v)
-#include __FILE__
+#define SELF "elementwise.c"
+#include "typed.h"
 
 #else
 
