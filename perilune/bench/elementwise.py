@@ -34,6 +34,7 @@ class ElementwiseCase:
         ours, peer: the operation from its inputs to one tensor.
         forward_bytes: least traffic of a forward pass.
         backward_bytes: least traffic of the backward pass alone.
+        forward_flops: of a forward pass, where products and not bytes set the pace; backward counts twice that.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ElementwiseCase:
     peer: Callable[..., Tensor]
     forward_bytes: int
     backward_bytes: int
+    forward_flops: float = 0.0
 
     def forward(self, function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Tensor]:
         """What to time for `_fwd`: the operation without gradients."""
@@ -110,6 +112,7 @@ def cases(tokens: int = 4096, width: int = 512, vocabulary: int = 4096) -> list[
         ElementwiseCase(
             name="linear_cross_entropy", shape=f"{shape} Z={vocabulary}", inputs=leaves(rows, (vocabulary, width)),
             forward_bytes=size + 4 * vocabulary * width, backward_bytes=size + 4 * vocabulary * width,
+            forward_flops=2.0 * tokens * width * vocabulary,
             ours=lambda x, w: linear_cross_entropy(x, w, target), peer=lambda x, w: F.cross_entropy(x @ w.t(), target),
         ),
     ]  # fmt: skip

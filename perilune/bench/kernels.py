@@ -197,6 +197,7 @@ def row_operations(device: str) -> Iterator[Case]:
                 shape=case.shape,
                 make=make,
                 peer=ELEMENTWISE_PEER,
+                flops=case.forward_flops * (3 if kind == "fwdbwd" else 1),
                 bytes=case.forward_bytes + (case.backward_bytes if kind == "fwdbwd" else 0),
             )
 

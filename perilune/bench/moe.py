@@ -19,6 +19,7 @@ from perilune.ops.choice import force
 from perilune.ops.mla import attend, attend_latent
 from perilune.ops.moe import moe_decode, route, routed_experts
 from perilune.ops.moe.quantile import QuantileHistogram
+from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.newton_schulz import COEFFICIENTS, newton_schulz
 
 EXPERT_SHAPES = ((4096, 64, 64, 16, 4), (2048, 256, 320, 32, 4), (2048, 256, 256, 64, 8))  # N, L, F, E, A
@@ -214,22 +215,36 @@ def latent_cases(device: str) -> Iterator[Case]:
 
 
 def newton_schulz_cases(device: str) -> Iterator[Case]:
-    """Five iterations on a stack of matrices, against torch.optim.Muon's function on one matrix at a time (bf16)."""
+    """Five iterations on a stack of matrices, against torch's on one matrix at a time.
+
+    torch.optim.Muon iterates in bf16. Where the CPU cannot multiply bf16 that would be a contest against an emulation, so
+    the peer is then the plain fp32 iteration.
+    """
     if device != "cpu":
         return
+
+    def fp32(matrix: Tensor) -> Tensor:
+        with force("torch"):
+            return newton_schulz(matrix)
+
+    def muon(matrix: Tensor) -> Tensor:
+        return _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
+
+    one, word = (
+        (muon, "torch.optim.Muon's iteration, bf16") if multiplies_bf16() else (fp32, "plain torch iteration, fp32")
+    )
     for count, rows, columns in MATRIX_SHAPES:
 
         def make(sizes: tuple[int, ...] = (count, rows, columns)) -> Timed:
             x = _randn(*sizes)
-            one = _muon._zeropower_via_newtonschulz
-            return lambda: newton_schulz(x), lambda: [one(matrix, COEFFICIENTS, 5, 1e-7) for matrix in x]
+            return lambda: newton_schulz(x), lambda: [one(matrix) for matrix in x]
 
         side, other = min(rows, columns), max(rows, columns)
         yield Case(
             name=f"newton_schulz_{count}x{rows}x{columns}",
             shape=f"{count} matrices {rows}x{columns} float32",
             make=make,
-            peer="torch.optim.Muon's iteration, one matrix at a time, bf16",
+            peer=f"{word}, one matrix at a time",
             flops=count * 5 * (4.0 * side * side * other + 2.0 * side**3),
         )
 
