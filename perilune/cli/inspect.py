@@ -37,7 +37,10 @@ class InspectFlags:
 
 
 def module_parameters(cfg: ModelConfig) -> int:
-    """Count parameters and router biases from the modules themselves, built without storage on the meta device."""
+    """Count parameters and router biases from the modules themselves, built without storage on the meta device.
+
+    Vision tower and projector count too, so the number is that of `ParameterCount.total`.
+    """
     import torch
 
     from perilune.model import Transformer
@@ -56,7 +59,7 @@ def describe(cfg: ModelConfig, *, seq_len: int, tensors: bool) -> dict[str, Any]
     """
     count = count_parameters(cfg)
     counted = module_parameters(cfg)
-    assert counted == count.text, f"modules hold {counted:,} text parameters, the shape table says {count.text:,}"
+    assert counted == count.total, f"modules hold {counted:,} parameters, the shape table says {count.total:,}"
     facts: dict[str, Any] = {
         "total_params": count.total,
         "text_params": count.text,
@@ -115,8 +118,8 @@ def _print(name: str, cfg: ModelConfig, facts: dict[str, Any]) -> None:
     table = Table(
         title=f"{name}: {cfg.num_layers} layers of width {cfg.hidden_size}", show_header=False, title_justify="left"
     )
-    table.add_row("parameters", f"{facts['total_params']:,}")
-    table.add_row("  text", f"{facts['text_params']:,}  (counted from the modules, equal to the shape table)")
+    table.add_row("parameters", f"{facts['total_params']:,}  (counted from the modules, equal to the shape table)")
+    table.add_row("  text", f"{facts['text_params']:,}")
     if facts["vision_params"]:
         table.add_row("  vision tower", f"{facts['vision_params']:,}")
     table.add_row("active a token", f"{facts['active_params']:,}  (without input embedding and vision)")

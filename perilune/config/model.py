@@ -196,7 +196,23 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """MoonViT-V2 and its projector (report §2.4); sizes only, the tower itself reads them."""
+    """MoonViT-V2 and its projector (report §2.4; architecture §8). Every linear map is without bias.
+
+    Attributes:
+        hidden_size: width D of the tower.
+        num_layers: blocks.
+        num_heads: attention heads H.
+        head_dim: channels K of a head; H*K may differ from D (published: 1536 and 1024). A multiple of 4: half of the
+            rotated pairs follow x, half y.
+        mlp_size: hidden width of a block's MLP.
+        patch_size: side p of a square patch in pixels.
+        position_grid: side of the learned table of positions, which is resized to each image's grid.
+        max_frames: frames of one item that attend to each other and are pooled into the tokens of one image.
+        merge: side of the square of patches that becomes one token.
+        norm_eps: eps of the tower's RMSNorms; None = the smallest step of the compute dtype at 1, which is what the
+            published modules use (bf16: 2^-7 = 0.0078125; fp32: 1.2e-7). Published weights run in fp32 therefore need
+            norm_eps=0.0078125 to give the numbers of the published bf16 model. The projector's norm always has 1e-5.
+    """
 
     hidden_size: int = 1024
     num_layers: int = 27
@@ -205,10 +221,20 @@ class VisionConfig:
     mlp_size: int = 4096
     patch_size: int = 14
     position_grid: int = 64
+    max_frames: int = 4
     merge: int = 2
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        _positive("vision", **{f.name: getattr(self, f.name) for f in fields(self)})
+        _positive("vision", **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "norm_eps"})
+        if self.head_dim % 4:
+            raise ConfigError(
+                f"vision.head_dim={self.head_dim} must be a multiple of 4: channel pairs alternate x and y"
+            )
+        if self.hidden_size % 2:
+            raise ConfigError(f"vision.hidden_size={self.hidden_size} must be even: the time code is sines and cosines")
+        if self.norm_eps is not None and not self.norm_eps > 0.0:
+            raise ConfigError(f"vision.norm_eps={self.norm_eps} must be above 0, or none for that of the compute dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,9 @@
 Matrices N(0, init_range²); norms 1; A_log 0 for every head (report Eq. 5); the decay bias is the inverse softplus of
 dt ~ exp U(log 1e-3, log 1e-1), at least 1e-4, as in Kimi Linear; short convolutions uniform in ±W^-1/2; AttnRes queries 0,
 so that every read starts as the mean of its sources (the report does not say; zero is the AttnRes paper's choice).
+
+The vision tower starts by the same rule, its table of positions as a matrix. The scale of the projector's last norm starts
+at init_range: an image's rows then enter the text model as large as embedding rows, not 1/init_range times larger (ours).
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ def init_weights(model: Transformer, seed: int = 0) -> Transformer:
         elif leaf == "qkv_conv":
             bound = parameter.shape[-1] ** -0.5
             value = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+        elif name == "mm_projector.post_norm.weight":
+            value = torch.full(parameter.shape, model.cfg.init_range)
         elif parameter.dim() == 1:
             value = torch.ones(parameter.shape)
         else:

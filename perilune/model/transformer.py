@@ -1,6 +1,7 @@
-"""The text model: embedding, decoder layers joined by a depth stream, output read, final norm, untied head.
+"""The model: embedding, decoder layers joined by a depth stream, output read, final norm, untied head; vision on request.
 
-    P0 = E[ids];  for each layer: read → norm → mixer → write, read → norm → feed-forward → write
+    P0 = E[ids], the rows of image tokens replaced by the projected rows of the vision tower
+    for each layer: read → norm → mixer → write, read → norm → feed-forward → write
     h = RMSNorm(read_out(stream));  logits = h W_headᵀ
 
 `model(ids)` trains, `model(ids, state)` prefills (any split into chunks) or decodes: the same code serves all three.
@@ -21,6 +22,7 @@ from perilune.model.linear import Linear
 from perilune.model.norm import RMSNorm
 from perilune.model.residual import STREAMS, DepthRead
 from perilune.model.state import ModelState
+from perilune.model.vision import ImageBatch, ImageRows, Projector, VisionTower
 from perilune.ops.cross_entropy import linear_cross_entropy
 from perilune.ops.segments import Segments
 
@@ -47,7 +49,7 @@ class LossOutput(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """A K3-class text model.
+    """A K3-class model; with `cfg.vision` it has the modules `vision_tower` and `mm_projector` and takes images.
 
     Attributes:
         compute_dtype: dtype in which activations flow; parameters stay fp32. Set from outside.
@@ -63,6 +65,9 @@ class Transformer(nn.Module):
             self.output_read = DepthRead(cfg.hidden_size, cfg.norm_eps)
         self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps)
         self.lm_head = Linear(cfg.hidden_size, cfg.vocab_size)
+        if cfg.vision is not None:
+            self.vision_tower = VisionTower(cfg.vision)
+            self.mm_projector = Projector(cfg.vision, cfg.hidden_size)
 
     @property
     def device(self) -> torch.device:
@@ -77,16 +82,69 @@ class Transformer(nn.Module):
         """The layers' expert modules, in order."""
         return [block.ffn for block in self.layers if isinstance(block.ffn, LatentMoE)]
 
-    def hidden(self, ids_BT: Tensor, state: ModelState | None = None, segments: Segments | None = None) -> Tensor:
+    def image_rows(self, images: ImageBatch) -> Tensor:
+        """Run the tower and the projector: one row for each image token, `[N, D]` in the compute dtype.
+
+        Raises:
+            RequestError: the model has no vision tower, or it cannot take these images.
+        """
+        self._require_vision()
+        features_PD = self.vision_tower(images.patches.to(self.compute_dtype), images.grids)
+        return self.mm_projector(features_PD, images.grids)
+
+    def _require_vision(self) -> None:
+        if self.cfg.vision is None:
+            raise RequestError(
+                "images were given to a model without a vision tower (model.vision is not set); "
+                "use a model that has one, or send text only"
+            )
+
+    def embeddings(self, ids_BT: Tensor, images: ImageBatch | ImageRows | None = None) -> Tensor:
+        """What enters the first layer, `[B, T, D]`: embedding rows, replaced at the images' positions by projected rows.
+
+        The ids under an image (media pads) do not matter, and their embedding gets no gradient from these positions.
+
+        Raises:
+            RequestError: see `image_rows`; or the positions are not as many as the images' tokens, repeat, or lie outside.
+        """
+        x_BTD = self.embed(ids_BT).to(self.compute_dtype)
+        if images is None or not (len(images[0]) or len(images.positions)):
+            return x_BTD
+        self._require_vision()
+        rows_ND = self.image_rows(images) if isinstance(images, ImageBatch) else images.rows_ND.to(x_BTD.dtype)
+        where, tokens = images.positions, ids_BT.numel()
+        if len(where) != len(rows_ND):
+            raise RequestError(
+                f"the images give {len(rows_ND)} rows, but {len(where)} positions were given: each row needs the position "
+                "of one media pad token; an image that lies in two chunks goes in as ImageRows, each chunk with its part"
+            )
+        if where.min() < 0 or where.max() >= tokens or len(where.unique()) != len(where):
+            raise RequestError(
+                f"image positions run from {int(where.min())} to {int(where.max())}, {len(where.unique())} different ones of "
+                f"{len(where)}; they must differ and lie in 0..{tokens - 1}, the {tokens} tokens of this call"
+            )
+        return x_BTD.flatten(0, 1).index_copy(0, where, rows_ND).view_as(x_BTD)
+
+    def hidden(
+        self,
+        ids_BT: Tensor,
+        state: ModelState | None = None,
+        segments: Segments | None = None,
+        *,
+        images: ImageBatch | ImageRows | None = None,
+    ) -> Tensor:
         """Run the layers and the output read; returns `[B, T, D]` before the final norm.
 
         Args:
             ids_BT: int64 token ids.
             state: continues each row after `state.lengths` tokens; updated in place.
             segments: document boundaries inside the rows; not together with a state.
+            images: images whose tokens all lie in these ids. For a prefill in chunks that cut an image, or to keep what
+                the tower gave, call `image_rows` once and pass each chunk its part as `ImageRows`.
 
         Raises:
-            RequestError: the batch of the state differs from that of the ids, or both state and segments are given.
+            RequestError: the batch of the state differs from that of the ids, both state and segments are given, or the
+                images do not fit (`embeddings`). The state is then as it was.
         """
         batch, tokens = ids_BT.shape
         past = None
@@ -99,7 +157,7 @@ class Transformer(nn.Module):
                 )
             past = state.lengths
             state.reserve(max(past) + tokens)
-        stream = STREAMS[self.cfg.residual](self.embed(ids_BT).to(self.compute_dtype), self.cfg)
+        stream = STREAMS[self.cfg.residual](self.embeddings(ids_BT, images), self.cfg)
         for index, block in enumerate(self.layers):
             block(stream, None if state is None else state.layers[index], segments, past)
         if state is not None:
@@ -107,7 +165,13 @@ class Transformer(nn.Module):
         return stream.sources()[0] if self.cfg.residual == "plain" else self.output_read(stream.sources())
 
     def forward(
-        self, ids_BT: Tensor, state: ModelState | None = None, segments: Segments | None = None, *, logits: str = "all"
+        self,
+        ids_BT: Tensor,
+        state: ModelState | None = None,
+        segments: Segments | None = None,
+        *,
+        logits: str = "all",
+        images: ImageBatch | ImageRows | None = None,
     ) -> ModelOutput:
         """Run the model.
 
@@ -116,23 +180,36 @@ class Transformer(nn.Module):
             state: see `hidden`.
             segments: see `hidden`.
             logits: "all" positions, only the "last" one, or "none".
+            images: see `hidden`.
         """
-        h = self.hidden(ids_BT, state, segments)
+        h = self.hidden(ids_BT, state, segments, images=images)
         h = self.norm(h[:, -1:] if logits == "last" else h)
         return ModelOutput(h, None if logits == "none" else self.lm_head(h), state)
 
     def loss(
-        self, ids_BT: Tensor, targets_BT: Tensor, segments: Segments | None = None, state: ModelState | None = None
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        segments: Segments | None = None,
+        state: ModelState | None = None,
+        *,
+        images: ImageBatch | ImageRows | None = None,
     ) -> LossOutput:
         """Summed cross-entropy of `targets_BT` (−100 = not counted); the logits are never held for all tokens at once."""
-        h = self.norm(self.hidden(ids_BT, state, segments))
+        h = self.norm(self.hidden(ids_BT, state, segments, images=images))
         nats = linear_cross_entropy(h.flatten(0, 1), self.lm_head.weight, targets_BT.flatten(), reduction="sum")
         return LossOutput(nats, int((targets_BT != -100).sum()))
 
     def token_nats(
-        self, ids_BT: Tensor, targets_BT: Tensor, state: ModelState | None = None, segments: Segments | None = None
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        state: ModelState | None = None,
+        segments: Segments | None = None,
+        *,
+        images: ImageBatch | ImageRows | None = None,
     ) -> Tensor:
         """Cross-entropy of each target in nats, `[B, T]`, 0 where the target is −100."""
-        h = self.norm(self.hidden(ids_BT, state, segments))
+        h = self.norm(self.hidden(ids_BT, state, segments, images=images))
         nats = linear_cross_entropy(h.flatten(0, 1), self.lm_head.weight, targets_BT.flatten(), reduction="none")
         return nats.view_as(targets_BT)
