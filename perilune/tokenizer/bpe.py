@@ -27,18 +27,28 @@ from perilune.tokenizer.special import RESERVED_BLOCK, SpecialTokens
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PRESPLIT = "|".join(
-    [
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
-        r"\p{N}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
+
+
+def presplit(*, digits: int) -> str:
+    """The regular expression that cuts text before BPE, K3's eight alternatives in order (architecture §10.1).
+
+    `digits` is how many digits stay together: 3 in the published vocabulary.
+    """
+    return "|".join(
+        [
+            r"[\p{Han}]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
+            r"\p{N}" if digits == 1 else rf"\p{{N}}{{1,{digits}}}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    )
+
+
+PRESPLIT = presplit(digits=1)
 """The cuts before BPE: runs of Han, words, single digits, punctuation, newlines, spaces."""
 
 _BLOCK_CHARS = 1 << 16

@@ -9,13 +9,17 @@ from perilune.errors import RequestError
 from perilune.tokenizer.bpe import BPETokenizer
 from perilune.tokenizer.byte import ByteTokenizer
 from perilune.tokenizer.interface import Tokenizer
+from perilune.tokenizer.tiktoken_file import TiktokenTokenizer, looks_like_ranks
+
+_FILES = ("tokenizer.json", "tiktoken.model")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.
+    """Load a tokenizer; what kind it is is read from the file's content, not from its name.
 
     Args:
-        path: a tokenizer.json, a directory (a run or a model) that holds one, or the word "byte".
+        path: a tokenizer.json, a published tiktoken.model, a directory (a run or a model) that holds one of them, or
+            the word "byte".
 
     Raises:
         RequestError: nothing readable there.
@@ -25,17 +29,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return ByteTokenizer()
     file = Path(path)
     if file.is_dir():
-        file = file / "tokenizer.json"
+        file = next((file / name for name in _FILES if (file / name).exists()), file / _FILES[0])
+    advice = "give a tokenizer.json, a tiktoken.model, a directory with one, or 'byte'"
     try:
-        definition = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"cannot read the tokenizer {file}: {error}; give a tokenizer.json, a directory with one, or 'byte'"
-        ) from None
+        content = file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read the tokenizer {file}: {error}; {advice}") from None
+    if looks_like_ranks(content) or (file.suffix == ".model" and content[:1] != b"{"):
+        return TiktokenTokenizer(content, str(file))
     try:
+        definition = content.decode("utf-8")
         marker = json.loads(definition)
     except ValueError as error:
-        raise RequestError(f"{file} is not JSON ({error}); give a tokenizer.json") from None
+        raise RequestError(f"{file} is not JSON ({error}) and no rank file; {advice}") from None
     if isinstance(marker, dict) and marker.get("type") == "perilune-byte":
         return ByteTokenizer()
     return BPETokenizer(definition)

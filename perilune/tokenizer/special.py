@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from perilune.errors import ConfigError
 
 RESERVED_BLOCK = 32
-"""Ids reserved at the end of a vocabulary trained here (K3 itself reserves 256)."""
+"""Ids reserved at the end of a vocabulary trained here."""
+
+PUBLISHED_BLOCK = 256
+"""Ids that K3 reserves behind its BPE ranks."""
 
 _OFFSETS = {
     "[BOS]": 0,
@@ -30,9 +33,9 @@ _OFFSETS = {
     "<|media_content|>": 19,
     "<|media_end|>": 20,
     "<|media_pad|>": 21,
-    "[UNK]": RESERVED_BLOCK - 2,
-    "[PAD]": RESERVED_BLOCK - 1,
+    "<osagent_mode>": 65,  # only where the block is that long
 }
+_AT_THE_END = ("[UNK]", "[PAD]")
 _REQUIRED = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>", "[UNK]", "[PAD]")
 
 
@@ -56,10 +59,11 @@ class SpecialTokens:
             )
 
     @staticmethod
-    def block(vocab_size: int, unused: int = 0) -> SpecialTokens:
-        """The reserved block at the end of a vocabulary, and `unused` more reserved ids before it."""
-        first = vocab_size - RESERVED_BLOCK
-        name_at = {first + offset: name for name, offset in _OFFSETS.items()}
+    def block(vocab_size: int, unused: int = 0, size: int = RESERVED_BLOCK) -> SpecialTokens:
+        """The reserved block of `size` ids at the end of a vocabulary, and `unused` more reserved ids before it."""
+        first = vocab_size - size
+        last = {vocab_size - len(_AT_THE_END) + i: name for i, name in enumerate(_AT_THE_END)}
+        name_at = {first + offset: name for name, offset in _OFFSETS.items() if offset < size} | last
         ids = range(first - unused, vocab_size)
         return SpecialTokens({name_at.get(i, f"<|reserved_token_{i}|>"): i for i in ids})
 
