@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from perilune.config import ModelConfig, VisionConfig
+from perilune.config.published import KIMI_K3, family
 from perilune.errors import ConfigError
 
 DTYPE_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
@@ -47,19 +48,9 @@ def is_k3(cfg: ModelConfig) -> bool:
     """True if the config fits the `kimi_k3` family, False if it fits `kimi_linear`.
 
     Raises:
-        ConfigError: it fits neither: only KDA with MLA is published.
+        ConfigError: it fits neither; the message says why.
     """
-    if set(cfg.layer_mixers) - {"kda", "mla"} or cfg.kda is None or cfg.mla is None or cfg.moe is None:
-        raise ConfigError(
-            f"published checkpoints have kda and mla layers and experts; this model has {sorted(set(cfg.layer_mixers))}"
-        )
-    k3 = cfg.residual == "block" and cfg.moe.latent_size is not None
-    if not k3 and (cfg.residual != "plain" or cfg.moe.latent_size is not None):
-        raise ConfigError(
-            f"residual={cfg.residual!r} with latent_size={cfg.moe.latent_size} is in no published family; "
-            "kimi_k3 has block residuals and a latent, kimi_linear plain residuals and none"
-        )
-    return k3
+    return family(cfg) == KIMI_K3
 
 
 def _kda(cfg: ModelConfig, at: str) -> Iterator[TensorSpec]:
