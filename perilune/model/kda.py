@@ -17,6 +17,7 @@ from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.state import RecurrentState
 from perilune.ops.kda import chunk_kda, fused_kda_gate, kda_decode_step
+from perilune.ops.linear import linears
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.segments import Segments
 from perilune.ops.short_conv import short_conv
@@ -122,13 +123,17 @@ class KDA(nn.Module):
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
 
     def _decode(self, x_BTD: Tensor, state: RecurrentState) -> Tensor:
-        """One token: convolution, gate, recurrence, norm and output gate in one call."""
-        kda, x_BD = self.kda, x_BTD[:, 0]
+        """One token: the projections of x together, then convolution, gate, recurrence, norm and output gate in one call."""
+        kda = self.kda
+        gate_proj = self.g_proj if kda.output_gate_rank is None else self.g_a_proj
+        qkv, decay, beta, gate = linears(
+            x_BTD[:, 0], self.qkv_proj.weight, self.f_a_proj.weight, self.b_proj.weight, gate_proj.weight
+        )
         out = kda_decode_step(
-            self.qkv_proj(x_BD), self.qkv_conv, state.window_BXW, self.decay_logit(x_BD), self.A_log[: kda.num_heads],
-            self.dt_bias, self.b_proj(x_BD), self.output_gate(x_BD).view(-1, kda.num_heads, kda.value_dim), self.o_norm,
-            state.memory_BHVK, num_heads=kda.num_heads, key_dim=kda.head_dim, lower_bound=kda.gate_lower_bound,
-            scale=kda.head_dim**-0.5, norm_eps=self.norm_eps,
+            qkv, self.qkv_conv, state.window_BXW, self.f_b_proj(decay), self.A_log[: kda.num_heads], self.dt_bias, beta,
+            gate if kda.output_gate_rank is None else self.g_b_proj(gate), self.o_norm, state.memory_BHVK,
+            num_heads=kda.num_heads, key_dim=kda.head_dim, lower_bound=kda.gate_lower_bound, scale=kda.head_dim**-0.5,
+            norm_eps=self.norm_eps,
         )  # fmt: skip
         return self.o_proj(out)[:, None]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
 from perilune.model.linear import Linear
+from perilune.ops.moe import mlp_decode
+from perilune.ops.moe.decode import MAX_TOKENS
 from perilune.ops.situ_glu import situ_glu, swiglu
 
 
@@ -28,4 +31,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., D]` to `[..., D]`."""
+        if not torch.is_grad_enabled() and x.numel() <= MAX_TOKENS * x.shape[-1]:
+            few = mlp_decode(
+                x.flatten(0, -2), self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.cfg.activation,
+                beta=self.cfg.situ_beta, linear_beta=self.cfg.situ_linear_beta,
+            )  # fmt: skip
+            if few is not None:
+                return few.view_as(x)
         return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), self.cfg))

@@ -1,8 +1,8 @@
-"""y = x Wᵀ with an fp32 weight, in the dtype of x: the product of every projection.
+"""y = x Wᵀ with an fp32 weight, in the dtype of x: the product of every projection; `linears` for several of one x.
 
 Three ways, chosen by `select`:
 
-    native  a few rows without gradients (decoding): one C call that reads each weight once
+    native  a few rows without gradients (decoding): one C call that reads each weight once, for all weights of an x
     wide    bf16 rows on a CPU that cannot multiply bf16: the product runs in fp32, its result is rounded
     torch   everything else
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from struct import pack
 
 import torch
 import torch.nn.functional as F
@@ -21,39 +22,66 @@ from perilune.ops.native import rows
 from perilune.ops.native.blas import multiplies_bf16
 
 FEW_ROWS = 8
+MAX_WEIGHTS = 8
 
 
 def select(x: Tensor, weight_OI: Tensor) -> Choice:
     """Return which way `linear` takes for these operands, and why."""
-    if x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bf16():
+    if x.dtype is torch.float32 and x.numel() <= FEW_ROWS * x.shape[-1]:
+        if not torch.is_grad_enabled() and weight_OI.dtype is torch.float32 and weight_OI.is_contiguous():
+            return rows.choose("linear", x)
+    elif x.dtype is torch.bfloat16 and x.is_cpu and not multiplies_bf16():
         return Choice("torch", "fp32 product, rounded to bf16: this CPU does not multiply bf16")
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
-    few = x.dtype == torch.float32 and x.numel() <= FEW_ROWS * x.shape[-1]
-    if few and not torch.is_grad_enabled() and weight_OI.dtype == torch.float32 and weight_OI.is_contiguous():
-        return rows.choose("linear", x)
     return Choice("torch", "more rows than a matrix-vector kernel serves, gradients, or another dtype")
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Map `[..., I]` to `[..., O]`; the weight may be in another dtype than x, the result is in that of x."""
-    # Decoding calls this about ten times a token and layer: what cannot be native is told from one look at the sizes.
+    # Decoding calls this many times a token and layer: what cannot be native is told from one look at the sizes.
     if x.numel() <= FEW_ROWS * x.shape[-1] and select(x, weight_OI).implementation == "native":
-        return _few_rows(x, weight_OI)
+        return _one_weight(x, weight_OI)
     if x.dtype is torch.bfloat16 and x.is_cpu and not multiplies_bf16():
         return F.linear(x.float(), weight_OI.float()).to(x.dtype)
     return F.linear(x, weight_OI.to(x.dtype))
 
 
-def _few_rows(x: Tensor, weight_OI: Tensor) -> Tensor:
+def linears(x: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+    """Map `[..., I]` by each weight `[O_i, I]`: the projections that read one x, at most 8; see `linear`."""
+    few = len(weights_OI) <= MAX_WEIGHTS and x.numel() <= FEW_ROWS * x.shape[-1]
+    if few and all(select(x, weight).implementation == "native" for weight in weights_OI):
+        return _many_weights(x, weights_OI)
+    return tuple(linear(x, weight) for weight in weights_OI)
+
+
+def _one_weight(x: Tensor, weight_OI: Tensor) -> Tensor:
     x = x.contiguous()
     out, width = weight_OI.shape
     y = x.new_empty((*x.shape[:-1], out))
     threads = rows.threads_for(2 * out * width)
-    _kernel()(x.data_ptr(), weight_OI.data_ptr(), y.data_ptr(), x.numel() // width, out, width, threads)
+    _one()(x.data_ptr(), weight_OI.data_ptr(), y.data_ptr(), out, x.numel() // width, width, threads)
     return y
 
 
+def _many_weights(x: Tensor, weights_OI: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x = x.contiguous()
+    width, lead, count = x.shape[-1], x.shape[:-1], len(weights_OI)
+    sizes = [weight.shape[0] for weight in weights_OI]
+    out = tuple([x.new_empty((*lead, size)) for size in sizes])
+    _many()(
+        x.data_ptr(), pack(f"{count}Q", *[weight.data_ptr() for weight in weights_OI]),
+        pack(f"{count}Q", *[y.data_ptr() for y in out]), pack(f"{count}q", *sizes), count, x.numel() // width, width,
+        rows.threads_for(2 * sum(sizes) * width),
+    )  # fmt: skip
+    return out
+
+
 @lru_cache
-def _kernel() -> Callable[..., None]:
-    return rows.entry("linear", "pl_few_rows", torch.float32, "pppllll")
+def _one() -> Callable[..., None]:
+    return rows.entry("linear", "pl_one_weight", torch.float32, "pppllll")
+
+
+@lru_cache
+def _many() -> Callable[..., None]:
+    return rows.entry("linear", "pl_many_weights", torch.float32, "ppppllll")

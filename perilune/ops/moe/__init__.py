@@ -2,7 +2,7 @@
 
 from perilune.ops.moe.balance import BALANCERS, Balancer
 from perilune.ops.moe.balancer import in_recompute
-from perilune.ops.moe.decode import moe_decode
+from perilune.ops.moe.decode import mlp_decode, moe_decode
 from perilune.ops.moe.experts import routed_experts
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.moe.router import Routing, route
@@ -14,6 +14,7 @@ __all__ = [
     "Routing",
     "dispatch_plan",
     "in_recompute",
+    "mlp_decode",
     "moe_decode",
     "route",
     "routed_experts",

@@ -1,8 +1,8 @@
 """The experts of a few tokens without gradients, as matrix-vector products: what a decode step runs.
 
-With one token there is nothing to group: each chosen expert's matrices are read once, and the time is that of the
-reading. `moe_decode` also routes, so that a step costs one call. A token's result does not depend on which other tokens
-share the call.
+A decode step's time is that of reading weights: each chosen expert's matrices are read once, for all tokens that chose
+it. `moe_decode` also routes, so that a step costs one call; `mlp_decode` is a gated MLP as the one expert that every token
+visits. A token's result does not depend on which other tokens share the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 
-MAX_TOKENS = 8  # beyond this several tokens meet at an expert, and a matrix product reads its weights once for all
+MAX_TOKENS = 8  # beyond this a matrix product by BLAS is faster
+_FIRST_EXPERT, _WHOLE_WEIGHT = torch.zeros(MAX_TOKENS, 1, dtype=torch.int64), torch.ones(MAX_TOKENS, 1)
 
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
@@ -93,3 +94,27 @@ def moe_decode(
             beta=beta,
             linear_beta=linear_beta,
         )
+
+
+def mlp_decode(
+    x_ND: Tensor,
+    gate_FD: Tensor,
+    up_FD: Tensor,
+    down_DF: Tensor,
+    activation: str = "situ",
+    *,
+    beta: float = 4.0,
+    linear_beta: float | None = 25.0,
+) -> Tensor | None:
+    """W_down · act(W_gate x, W_up x) of at most `MAX_TOKENS` tokens in one C call, without gradients.
+
+    Returns:
+        `[N, D]` in the tokens' dtype, or None where `select` finds no C kernel for these operands.
+    """
+    tokens = x_ND.shape[0]
+    if tokens > MAX_TOKENS or select(x_ND, gate_FD).implementation != "native":
+        return None
+    caps = (float(beta), linear_beta) if activation == "situ" else None
+    return native.experts_decode(
+        x_ND, _FIRST_EXPERT[:tokens], _WHOLE_WEIGHT[:tokens], gate_FD[None], up_FD[None], down_DF[None], caps
+    )

@@ -1,7 +1,7 @@
-/* Products of a few rows with a vector, for fp32 and bf16 rows; and the calling form of torch's sgemm.
+/* Products of matrix rows with one vector or a few, for fp32 and bf16 rows; and the calling form of torch's sgemm.
  *
- * Rows always go in fours counted from row 0, with a remainder one by one, so a result depends on its row alone and not on
- * how threads divide the rows.
+ * Every dot product is summed in the same order, whatever tile it falls in, so a result depends on its row and its vector
+ * alone: not on the other vectors, nor on how threads divide the rows.
  */
 #ifndef PERILUNE_MATVEC_H
 #define PERILUNE_MATVEC_H
@@ -9,29 +9,13 @@
 #include <stddef.h>
 #include <stdlib.h>
 
-#include "math.h"
+#include "vector.h"
 
 #define PL_PLAIN(x) (x)
 
-/* NAME: out[i] = <row i, x>.  NAME_add: y += sum of c[i] * row i.  Four rows, `step` elements apart, n elements each. */
-#define PL_FOUR_ROWS(NAME, TYPE, LOAD)                                                                                   \
-    static void NAME(const TYPE *restrict w, int64_t step, int64_t n, const float *restrict x, float *restrict out) {    \
-        const TYPE *restrict w1 = w + step, *restrict w2 = w + 2 * step, *restrict w3 = w + 3 * step;                    \
-        float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;                                                                \
-        _Pragma("omp simd reduction(+ : s0, s1, s2, s3)") for (int64_t i = 0; i < n; i++) {                              \
-            s0 += LOAD(w[i]) * x[i];                                                                                     \
-            s1 += LOAD(w1[i]) * x[i];                                                                                    \
-            s2 += LOAD(w2[i]) * x[i];                                                                                    \
-            s3 += LOAD(w3[i]) * x[i];                                                                                    \
-        }                                                                                                                \
-        out[0] = s0, out[1] = s1, out[2] = s2, out[3] = s3;                                                              \
-    }                                                                                                                    \
-    static float NAME##_one(const TYPE *restrict w, int64_t n, const float *restrict x) {                                \
-        float s = 0.0f;                                                                                                  \
-        _Pragma("omp simd reduction(+ : s)") for (int64_t i = 0; i < n; i++) s += LOAD(w[i]) * x[i];                     \
-        return s;                                                                                                        \
-    }                                                                                                                    \
-    PL_INLINE void NAME##_add(const TYPE *restrict w, int64_t step, int64_t rows, int64_t n, const float *restrict c,    \
+/* NAME: y += sum of c[i] * row i, rows `step` elements apart, n elements each. */
+#define PL_ADD_ROWS(NAME, TYPE, LOAD)                                                                                    \
+    PL_INLINE void NAME(const TYPE *restrict w, int64_t step, int64_t rows, int64_t n, const float *restrict c,    \
                               float *restrict y) {                                                                       \
         int64_t row = 0;                                                                                                 \
         for (; row + 4 <= rows; row += 4) {                                                                              \
@@ -48,50 +32,81 @@
         }                                                                                                                \
     }
 
-PL_FOUR_ROWS(pl_dot_f32, float, PL_PLAIN)
-PL_FOUR_ROWS(pl_dot_bf16, uint16_t, pl_from_bf16)
+PL_ADD_ROWS(pl_add_rows_f32, float, PL_PLAIN)
+PL_ADD_ROWS(pl_add_rows_bf16, uint16_t, pl_from_bf16)
 
-/* out[first..last) = W x for rows of n elements, `step` apart; `first` is a multiple of 4. */
+typedef uint16_t pl_half_vec __attribute__((vector_size(PL_LANES * 2), aligned(2), may_alias));
+typedef uint32_t pl_word_vec __attribute__((vector_size(PL_LANES * 4)));
+
+/* PL_LANES elements from the i-th on, as fp32. */
+PL_INLINE pl_vec pl_lanes(const void *row, int64_t i, const int half) {
+    if (!half) return pl_load((const float *)row + i);
+    return (pl_vec)(__builtin_convertvector(*(const pl_half_vec *)((const uint16_t *)row + i), pl_word_vec) << 16);
+}
+
+PL_INLINE float pl_element(const void *row, int64_t i, const int half) {
+    return half ? pl_from_bf16(((const uint16_t *)row)[i]) : ((const float *)row)[i];
+}
+
+/* out[v][r] = <row r, x[v]> for a tile of `rows` x `vectors`, both constants at every call. Eight independent sums cover the
+ * latency of a multiply-add. */
+PL_INLINE void pl_dot_tile(const int rows, const int vectors, const int half, const void *w, int64_t step, int64_t n,
+                           const float *const *x, float *const *out) {
+    const char *row[8];
+    pl_vec sum[8][2];
+    int64_t whole = n - n % PL_LANES;
+    for (int r = 0; r < rows; r++) {
+        row[r] = (const char *)w + r * step * (half ? 2 : 4);
+        for (int v = 0; v < vectors; v++) sum[r][v] = (pl_vec){0.0f};
+    }
+    for (int64_t i = 0; i < whole; i += PL_LANES)
+        for (int r = 0; r < rows; r++) {
+            pl_vec line = pl_lanes(row[r], i, half);
+            for (int v = 0; v < vectors; v++) sum[r][v] += line * pl_load(x[v] + i);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            float total = pl_sum(sum[r][v]);
+            for (int64_t i = whole; i < n; i++) total += pl_element(row[r], i, half) * x[v][i];
+            out[v][r] = total;
+        }
+}
+
+PL_INLINE void pl_dot_rows(const int vectors, const int half, const void *w, int64_t step, int64_t first, int64_t last,
+                           int64_t n, const float *const *x, float *const *out) {
+    for (int64_t r = first; r < last;) {
+        const void *row = (const char *)w + r * step * (half ? 2 : 4);
+        float *const at[2] = {out[0] + r, vectors == 2 ? out[1] + r : NULL};
+        if (vectors == 1 && r + 8 <= last) pl_dot_tile(8, 1, half, row, step, n, x, at), r += 8;
+        else if (r + 4 <= last) pl_dot_tile(4, vectors, half, row, step, n, x, at), r += 4;
+        else pl_dot_tile(1, vectors, half, row, step, n, x, at), r += 1;
+    }
+}
+
+/* out[v][first..last) = W x[v] for `count` vectors and rows of n elements, `step` apart. */
+static void pl_matvecs(const void *w, int64_t step, int64_t first, int64_t last, int64_t n, int64_t count,
+                       const float *const *x, float *const *out, int half) {
+    int64_t v = 0;
+    for (; v + 2 <= count; v += 2) {
+        if (half) pl_dot_rows(2, 1, w, step, first, last, n, x + v, out + v);
+        else pl_dot_rows(2, 0, w, step, first, last, n, x + v, out + v);
+    }
+    if (v < count) {
+        if (half) pl_dot_rows(1, 1, w, step, first, last, n, x + v, out + v);
+        else pl_dot_rows(1, 0, w, step, first, last, n, x + v, out + v);
+    }
+}
+
+/* out[first..last) = W x for rows of n elements, `step` apart. */
 PL_INLINE void pl_matvec(const void *w, int64_t step, int64_t first, int64_t last, int64_t n, const float *x, float *out,
                          int half) {
-    const uint16_t *b = w;
-    const float *f = w;
-    for (int64_t row = first; row < last; row += 4) {
-        if (row + 4 <= last) {
-            if (half) pl_dot_bf16(b + row * step, step, n, x, out + row);
-            else pl_dot_f32(f + row * step, step, n, x, out + row);
-            continue;
-        }
-        for (int64_t r = row; r < last; r++)
-            out[r] = half ? pl_dot_bf16_one(b + r * step, n, x) : pl_dot_f32_one(f + r * step, n, x);
-    }
+    pl_matvecs(w, step, first, last, n, 1, &x, &out, half);
 }
 
 /* y[0..n) += c W for W [rows, n], rows `step` apart. */
 PL_INLINE void pl_vecmat_add(const void *w, int64_t step, int64_t rows, int64_t n, const float *c, float *y, int half) {
-    if (half) pl_dot_bf16_add(w, step, rows, n, c, y);
-    else pl_dot_f32_add(w, step, rows, n, c, y);
-}
-
-/* n elements of `from` as fp32. */
-PL_INLINE void pl_load(float *restrict to, const void *from, int64_t n, int half) {
-    if (half) {
-        const uint16_t *restrict x = from;
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) to[i] = pl_from_bf16(x[i]);
-    } else {
-        memcpy(to, from, sizeof(float) * n);
-    }
-}
-
-PL_INLINE void pl_store(void *to, const float *restrict from, int64_t n, int half) {
-    if (half) {
-        uint16_t *restrict y = to;
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) y[i] = pl_to_bf16(from[i]);
-    } else {
-        memcpy(to, from, sizeof(float) * n);
-    }
+    if (half) pl_add_rows_bf16(w, step, rows, n, c, y);
+    else pl_add_rows_f32(w, step, rows, n, c, y);
 }
 
 /* Element `offset` of an array of fp32 or bf16. */

@@ -152,8 +152,8 @@ EXPORT int latent_attention(const void *qn, const void *qr, const void *latent, 
         float *query = scratch + parts * thread_number(), *carried = query + n + r, *context = carried + L;
         float *score = context + L, *extra = score + S, *y = extra + S;
         const void *rows = pl_at(latent, b * step[2], cache_half), *keys = pl_at(shared, b * step[3], cache_half);
-        pl_load(query, pl_at(qn, task * n, q_half), n, q_half);
-        pl_load(query + n, pl_at(qr, task * r, q_half), r, q_half);
+        pl_read(query, qn, task * n, (int)n, (int)n, q_half);
+        pl_read(query + n, qr, task * r, (int)r, (int)r, q_half);
         memset(carried, 0, sizeof(float) * 2 * L);
         pl_vecmat_add(pl_at(uk, h * step[4], w_half), L, n, L, query, carried, w_half);
         pl_matvec(rows, step[0], 0, seen, L, carried, score, cache_half);
@@ -163,7 +163,7 @@ EXPORT int latent_attention(const void *qn, const void *qr, const void *latent, 
         softmax_row(score, seen, seen);
         pl_vecmat_add(rows, step[0], seen, L, score, context, cache_half);
         pl_matvec(pl_at(uv, h * step[5], w_half), L, 0, v, L, context, y, w_half);
-        pl_store((char *)out + task * v * (q_half ? 2 : 4), y, v, q_half);
+        pl_write(out, task * v, y, (int)v, q_half);
     }
     free(scratch);
     return 0;

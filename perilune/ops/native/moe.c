@@ -213,11 +213,11 @@ static float glu_backward(float *restrict gate, float *restrict up, float *restr
 }
 
 static void load_row(float *to, const void *from, int64_t row, int64_t L, int half) {
-    pl_load(to, pl_at(from, row * L, half), L, half);
+    pl_read(to, from, row * L, (int)L, (int)L, half);
 }
 
 static void store_row(void *to, const float *from, int64_t row, int64_t L, int half) {
-    pl_store((void *)pl_at(to, row * L, half), from, L, half);
+    pl_write(to, row * L, from, (int)L, half);
 }
 
 /* Expert e's matrix as fp32: itself, or converted into `space`. */
@@ -350,34 +350,71 @@ enum { STRIP = 32, DECODE_WORK = 1 << 17 };
 static int64_t strips(int64_t rows) { return (rows + STRIP - 1) / STRIP; }
 static int64_t strip_end(int64_t strip, int64_t rows) { return (strip + 1) * STRIP < rows ? (strip + 1) * STRIP : rows; }
 
-/* The experts of a few tokens. z [N,L], index/weight [N,A]; out [N,L]. Returns 1 if memory ran out. */
+/* Routed rows 0..R in the order of their experts, ties in row order; begin[g] = place of group g's first row, begin[groups]
+ * = R. Returns the number of groups, one an expert that has rows. */
+static int64_t group_rows(const int64_t *index, int64_t R, int64_t *order, int64_t *begin) {
+    for (int64_t r = 0; r < R; r++) {
+        int64_t at = r;
+        for (; at > 0 && index[order[at - 1]] > index[r]; at--) order[at] = order[at - 1];
+        order[at] = r;
+    }
+    int64_t groups = 0;
+    for (int64_t i = 0; i < R; i++)
+        if (i == 0 || index[order[i]] != index[order[i - 1]]) begin[groups++] = i;
+    begin[groups] = R;
+    return groups;
+}
+
+/* The experts of a few tokens. z [N,L], index/weight [N,A]; out [N,L]. A strip of an expert's rows serves all tokens that
+ * chose it while it is in cache. Returns 1 if memory ran out. */
 EXPORT int experts_decode(const void *z, const int64_t *index, const float *weight, const void *w1, const void *w3,
                           const void *w2, int64_t N, int A, int64_t L, int64_t F, float beta, float linear_beta,
                           int z_half, int w_half, void *out, int threads) {
     int64_t R = N * A;
     float *x = scratch_floats(N * L + R * (2 * F + L), 1);
-    if (!x) return 1;
+    int64_t *order = malloc(sizeof(int64_t) * (2 * R + 1)), *begin = order + R;
+    if (!x || !order) {
+        free(x);
+        free(order);
+        return 1;
+    }
     float *gate = x + N * L, *up = gate + R * F, *y = up + R * F;
     Caps caps = {beta, linear_beta};
+    int64_t groups = group_rows(index, R, order, begin);
     int wide = 3 * R * L * F > DECODE_WORK ? threads : 1;
     load_row(x, z, 0, N * L, z_half);
 #pragma omp parallel num_threads(wide) if (wide > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t s = 0; s < R * strips(F); s++) {
-            int64_t r = s / strips(F), first = s % strips(F) * STRIP, last = strip_end(s % strips(F), F);
-            int64_t e = index[r];
-            pl_matvec(pl_at(w1, e * L * F, w_half), L, first, last, L, x + r / A * L, gate + r * F, w_half);
-            pl_matvec(pl_at(w3, e * L * F, w_half), L, first, last, L, x + r / A * L, up + r * F, w_half);
-            glu(gate + r * F + first, up + r * F + first, last - first, caps);
+        for (int64_t s = 0; s < groups * strips(F); s++) {
+            int64_t group = s / strips(F), first = s % strips(F) * STRIP, last = strip_end(s % strips(F), F);
+            int64_t matrix = index[order[begin[group]]] * L * F;
+            for (int64_t i = begin[group]; i < begin[group + 1]; i += 2) {
+                int pair = i + 1 < begin[group + 1] ? 2 : 1;
+                int64_t r[2] = {order[i], order[i + pair - 1]};
+                const float *token[2] = {x + r[0] / A * L, x + r[1] / A * L};
+                float *gates[2] = {gate + r[0] * F, gate + r[1] * F}, *ups[2] = {up + r[0] * F, up + r[1] * F};
+                pl_matvecs(pl_at(w1, matrix, w_half), L, first, last, L, pair, token, gates, w_half);
+                pl_matvecs(pl_at(w3, matrix, w_half), L, first, last, L, pair, token, ups, w_half);
+                for (int p = 0; p < pair; p++) glu(gates[p] + first, ups[p] + first, last - first, caps);
+            }
         }
 #pragma omp for schedule(static)
-        for (int64_t s = 0; s < N * strips(L); s++) {
-            int64_t n = s / strips(L), first = s % strips(L) * STRIP, last = strip_end(s % strips(L), L);
+        for (int64_t s = 0; s < groups * strips(L); s++) {
+            int64_t group = s / strips(L), first = s % strips(L) * STRIP, last = strip_end(s % strips(L), L);
+            int64_t matrix = index[order[begin[group]]] * L * F;
+            for (int64_t i = begin[group]; i < begin[group + 1]; i += 2) {
+                int pair = i + 1 < begin[group + 1] ? 2 : 1;
+                int64_t r[2] = {order[i], order[i + pair - 1]};
+                const float *hidden[2] = {gate + r[0] * F, gate + r[1] * F};
+                float *to[2] = {y + r[0] * L, y + r[1] * L};
+                pl_matvecs(pl_at(w2, matrix, w_half), F, first, last, F, pair, hidden, to, w_half);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
             float *sum = x + n * L; /* the token itself is no longer needed */
-            for (int64_t r = n * A; r < (n + 1) * A; r++)
-                pl_matvec(pl_at(w2, index[r] * L * F, w_half), F, first, last, F, gate + r * F, y + r * L, w_half);
-            for (int64_t l = first; l < last; l++) {
+            for (int64_t l = 0; l < L; l++) {
                 float total = 0.0f;
                 for (int64_t r = n * A; r < (n + 1) * A; r++) total += weight[r] * y[r * L + l];
                 sum[l] = total;
@@ -385,6 +422,7 @@ EXPORT int experts_decode(const void *z, const int64_t *index, const float *weig
         }
     }
     store_row(out, x, 0, N * L, z_half);
+    free(order);
     free(x);
     return 0;
 }

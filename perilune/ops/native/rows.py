@@ -38,6 +38,10 @@ def choose(library: str, *activations: Tensor) -> Choice:
         activations: tensors that must share one of the kernels' element types (float32, bfloat16) and be on the CPU.
     """
     wanted = forced()
+    if wanted is None and library in _loaded and len(activations) == 1:
+        x = activations[0]  # what a decode step asks hundreds of times a token
+        if type(x) is Tensor and x.dtype in _SUFFIX and x.is_cpu and not torch.compiler.is_compiling():
+            return _NATIVE
     if wanted == "reference":
         return _REFERENCE
     if wanted == "torch":

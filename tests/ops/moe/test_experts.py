@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
-from perilune.ops.moe import dispatch_plan, experts, moe_decode, native, route, routed_experts
+from perilune.ops.moe import dispatch_plan, experts, mlp_decode, moe_decode, native, route, routed_experts
 from perilune.ops.native.blas import why_no_blas
 
 HAVE_NATIVE = not (native.why_not(torch.zeros(1), dtypes=(torch.float32,)) or why_no_blas())
@@ -208,6 +208,19 @@ def test_decode_of_a_token_does_not_depend_on_its_batch_or_threads():
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, alone)
+
+
+@pytest.mark.skipif(not HAVE_NATIVE, reason="no native kernels here")
+@pytest.mark.parametrize("options", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "width", "hidden"), [(1, 64, 96), (5, 33, 17), (8, 256, 40)])
+def test_a_gated_mlp_is_an_expert_that_every_token_visits(tokens, width, hidden, options):
+    z, index, _, w1, w3, w2 = operands(tokens, width, hidden, 1, 1)
+    expected = dense_oracle(z, index, torch.ones(tokens, 1, dtype=torch.float64), w1, w3, w2, *options)
+    activation, beta, linear_beta = options
+    found = mlp_decode(*(t.float() for t in (z, w1[0], w3[0], w2[0])), activation, beta=beta, linear_beta=linear_beta)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+    with force("torch"):
+        assert mlp_decode(z.float(), w1[0].float(), w3[0].float(), w2[0].float()) is None
 
 
 def test_select_says_why():
