@@ -42,8 +42,13 @@ json_values = st.recursive(
 
 argument_dicts = st.dictionaries(keys, json_values, max_size=3)
 
-invalid_arguments = st.sampled_from(["{", '{"a": }', "not json", '{"a": 1', "<|close|>json<|sep|>", ""]) | texts
-"""Mostly not JSON objects: what a cut-off model output leaves in `arguments`."""
+invalid_arguments = st.sampled_from(["{", '{"a": }', "not json", '{"a": 1', "<|close|>json<|sep|>"]) | texts.filter(
+    lambda t: not is_json(t)
+)
+"""Not JSON: what a cut-off model output leaves in `arguments`."""
+
+reasonings = texts.map(lambda text: text if text.strip() else "")
+"""Thinking; of white space alone the format keeps nothing."""
 
 tools_lists = st.lists(
     st.fixed_dictionaries(
@@ -60,6 +65,15 @@ tools_lists = st.lists(
 """Values of `tools`."""
 
 
+def is_json(text: str) -> bool:
+    """Whether a text is JSON, or has nothing but white space, which stands for no arguments."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return not text.strip()
+    return True
+
+
 @st.composite
 def assistant_messages(draw, *, tool_calls: bool = True, invalid_json: bool = False) -> dict[str, Any]:
     """One assistant message; `content` is always a string, and `arguments` is JSON text.
@@ -68,7 +82,7 @@ def assistant_messages(draw, *, tool_calls: bool = True, invalid_json: bool = Fa
     """
     message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
     if draw(st.booleans()):
-        message["reasoning_content"] = draw(texts)
+        message["reasoning_content"] = draw(reasonings)
     if tool_calls and draw(st.booleans()):
         message["tool_calls"] = [
             {
@@ -104,11 +118,12 @@ def message_lists(
             for call in calls[: draw(st.integers(0, len(calls)))]:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": draw(_contents(images))})
             continue
+        if role == "system" and dynamic_tools and draw(st.integers(0, 3)) == 0:
+            messages.append({"role": "system", "tools": draw(tools_lists)})
+            continue
         message = {"role": role, "content": draw(_contents(images and role == "user"))}
         if draw(st.integers(0, 3)) == 0:
             message["name"] = draw(names)
-        if role == "system" and dynamic_tools and draw(st.integers(0, 3)) == 0:
-            message["tools"] = draw(tools_lists)
         messages.append(message)
     return messages
 
