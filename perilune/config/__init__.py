@@ -6,6 +6,7 @@ from perilune.config.train import (
     DataConfig,
     EvalConfig,
     OptimConfig,
+    QuantConfig,
     StageConfig,
     TrainConfig,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "MoEConfig",
     "OptimConfig",
+    "QuantConfig",
     "SoftmaxConfig",
     "StageConfig",
     "TrainConfig",

@@ -11,6 +11,9 @@ OPTIMIZERS = ("muon", "muon_whole", "adamw")
 PRECISIONS = ("auto", "fp32", "bf16")
 ON_BAD_TEXT = ("error", "skip", "replace")
 TOKENIZERS = ("bpe", "byte")
+QUANT_WEIGHTS = ("none", "mxfp4")
+QUANT_ACTIVATIONS = ("none", "mxfp8")
+SCALE_RULES = ("floor", "even", "ceil")
 SYNTHETIC = ("recall", "needle", "copy", "palindrome", "state", "arithmetic", "whole_window")
 
 
@@ -140,11 +143,37 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QuantConfig:
+    """Quantisation-aware training of the routed experts (report §4.1.4); everything else keeps its precision.
+
+    Attributes:
+        weights: none | mxfp4: expert weights pass through MXFP4 in every forward; the master weights stay fp32.
+        activations: none | mxfp8: inputs of the experts' products pass through MXFP8. K3 was trained with mxfp4 and mxfp8
+            (W4A8); weights alone are W4A16, the literal reading of its published configuration.
+        rule: how a block's scale is chosen: floor (the standard's) | even | ceil (nothing saturates).
+    """
+
+    weights: str = "none"
+    activations: str = "none"
+    rule: str = "floor"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("weights", QUANT_WEIGHTS), ("activations", QUANT_ACTIVATIONS), ("rule", SCALE_RULES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"quant.{name}={getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}")
+
+    @property
+    def on(self) -> bool:
+        """True if anything is rounded."""
+        return self.weights != "none" or self.activations != "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A training run.
 
     Attributes:
-        model, data, optim, checkpoint, eval: the parts.
+        model, data, optim, quant, checkpoint, eval: the parts.
         stages: context curriculum in order; fractions sum to 1; tokens a step stay the same.
         steps: optimizer steps.
         tokens_per_step: tokens of one optimizer step (a multiple of every stage's seq_len).
@@ -161,6 +190,7 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     stages: tuple[StageConfig, ...] = (StageConfig(seq_len=256),)

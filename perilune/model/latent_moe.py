@@ -9,6 +9,8 @@ Without `latent_size` the experts work in the full width: the ordinary mixture o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +68,8 @@ class LatentMoE(nn.Module):
     Attributes:
         balancer: rule that moves `router.bias`; the trainer calls its `update` once a step.
         counts_E: int64 tokens sent to each expert since the trainer last cleared it (training forwards only).
+        experts_function: takes the arguments of `ops.moe.routed_experts` and stands in for it; `perilune.quant` puts one
+            here that rounds weights and activations.
     """
 
     def __init__(self, cfg: ModelConfig) -> None:
@@ -85,6 +89,7 @@ class LatentMoE(nn.Module):
             self.shared = GatedMLP(cfg, moe.num_shared_experts * moe.expert_size)
         self.balancer = make_balancer(moe)
         self.register_buffer("counts_E", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)
+        self.experts_function: Callable[..., Tensor] = routed_experts
 
     @torch.no_grad()
     def _observe(self, routing: Routing) -> None:
@@ -98,7 +103,8 @@ class LatentMoE(nn.Module):
         """Weighted sum of the chosen experts' outputs, `[N, L]`."""
         cfg, moe, experts = self.cfg, self.moe, self.experts
         caps = {"beta": cfg.situ_beta, "linear_beta": cfg.situ_linear_beta}
-        if x_ND.shape[0] <= MAX_TOKENS and not torch.is_grad_enabled():
+        plain = self.experts_function is routed_experts
+        if plain and x_ND.shape[0] <= MAX_TOKENS and not torch.is_grad_enabled():
             return moe_decode(
                 self.router.logits(x_ND), self.router.bias, z_NL, experts.w1, experts.w3, experts.w2,
                 moe.experts_per_token, cfg.activation, **caps,
@@ -107,7 +113,7 @@ class LatentMoE(nn.Module):
         routing = self.router(x_ND)
         if self.training and torch.is_grad_enabled():
             self._observe(routing)
-        return routed_experts(
+        return self.experts_function(
             z_NL, routing.index_NA, routing.weight_NA, experts.w1, experts.w3, experts.w2, cfg.activation, **caps
         )
 

@@ -26,6 +26,7 @@ from perilune.model.mla import GatedMLA
 from perilune.model.transformer import Transformer
 from perilune.optim.build import Optimizer, muon_dtype_for
 from perilune.optim.schedule import multiplier
+from perilune.quant import apply_qat
 from perilune.rundir import RunDir, config_hash
 from perilune.train.allocator import keep_large_blocks
 from perilune.train.callbacks import Callback, Evaluation, Interrupt, Metrics, Probes, Sample, Saving, TimeLimit
@@ -89,6 +90,7 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, GatedMLA):
                 module.fp32_output = config.fp32_attention_output
+        apply_qat(self.model, config.quant)
         self.optimizer = Optimizer(
             self.model.named_parameters(),
             config.model,

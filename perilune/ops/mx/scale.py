@@ -22,11 +22,12 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.mx.element import Element
 from perilune.ops.mx.words import word
-from perilune.shapes.tensors import MX_GROUP as GROUP
+from perilune.shapes.tensors import MX_GROUP
 
 RULES = ("floor", "even", "ceil")
 BIAS = 127
 NAN_SCALE = 255
+GROUP = MX_GROUP  # elements that share a scale
 
 
 def carry(element: Element, rule: str, mantissa: int) -> int:
