@@ -4,7 +4,7 @@
     W' = min(max(1, int(W·s)), side·p);  H' alike                    shrinks, never enlarges; fractions are cut off
     padded on the right and at the bottom to multiples of merge·p;  one token for merge x merge patches
 
-L bounds the patches before padding, so the grid may hold a few more.
+The rule counts whole patches of the upload and pads afterwards, so a grid may hold a few patches more than L.
 """
 
 from __future__ import annotations
