@@ -1,11 +1,12 @@
 """Check a built wheel: `python tests/journeys/check_wheel.py dist/perilune-*.whl`.
 
 Every file that git tracks under perilune/ must be in it (C sources, pages and templates are as needed as Python), and
-the command line must run from it, away from the source tree.
+the command line must run from it, away from the source tree: a demo of a few steps, chat server and report included.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,11 @@ def main(arguments: list[str]) -> int:
             archive.extractall(site)
         print(run_from(site, "--version").strip())
         run_from(site, "inspect", "--preset", "tiny", "--json")
+        demo = json.loads(run_from(site, "demo", "--steps", "24", "--json"))
+        report = (site.parent / demo["report"]).read_text(encoding="utf-8")
+        if demo["train"]["steps"] != 24 or demo["serve"]["cached_tokens_second_turn"] < 1 or "plotly" not in report.lower():
+            print(f"FAILED the demo from the wheel: {demo['train']}, {demo['serve']}, report of {len(report)} characters")
+            return 1
     print(f"{wheel.name}: {len(zipfile.ZipFile(wheel).namelist())} files, runs away from the source tree")
     return 0
 
