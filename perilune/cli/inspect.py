@@ -13,8 +13,11 @@ from perilune.config.presets import preset
 from perilune.errors import ConfigError
 from perilune.shapes.cache import cache_bytes_per_token, recurrent_bytes
 from perilune.shapes.counts import count_parameters
-from perilune.shapes.flops import forward_flops_per_token, train_flops_per_token
+from perilune.shapes.flops import forward_flops_per_token, train_flops_per_token, vision_flops
 from perilune.shapes.tensors import checkpoint_tensors
+
+IMAGE_SIDE = 72
+"""Patches along a side of the image whose cost is told: 1008 pixels with the published patch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,11 @@ def describe(cfg: ModelConfig, *, seq_len: int, tensors: bool) -> dict[str, Any]
         "train_flops_per_token": train_flops_per_token(cfg, seq_len),
         "flops_seq_len": seq_len,
     }
+    if cfg.vision is not None:
+        grid = (1, IMAGE_SIDE, IMAGE_SIDE)
+        facts["image_grid"] = list(grid)
+        facts["image_tokens"] = (IMAGE_SIDE // cfg.vision.merge) ** 2
+        facts["forward_flops_per_image"] = vision_flops(cfg.vision, cfg.hidden_size, grid)
     try:
         specs = list(checkpoint_tensors(cfg))
     except ConfigError:
@@ -127,6 +135,12 @@ def _print(name: str, cfg: ModelConfig, facts: dict[str, Any]) -> None:
     table.add_row("recurrent state a sequence", f"{facts['state_bytes_per_sequence']:,} bytes, any length")
     table.add_row("cache a token", f"{facts['cache_bytes_per_token']:,} bytes")
     table.add_row(f"forward FLOPs a token at {facts['flops_seq_len']}", f"{facts['forward_flops_per_token']:.4g}")
+    if "image_tokens" in facts:
+        pixels = IMAGE_SIDE * cfg.vision.patch_size
+        table.add_row(
+            f"image of {pixels} x {pixels}",
+            f"{facts['image_tokens']:,} tokens, {facts['forward_flops_per_image']:.4g} forward FLOPs",
+        )
     if "checkpoint_bytes" in facts:
         table.add_row(
             "published checkpoint form", f"{facts['checkpoint_tensors']:,} tensors, {facts['checkpoint_bytes']:,} bytes"

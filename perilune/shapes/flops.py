@@ -6,7 +6,7 @@ recurrence counts its three K×V products a token and head (predict, write, read
 
 from __future__ import annotations
 
-from perilune.config import ModelConfig
+from perilune.config import ModelConfig, VisionConfig
 from perilune.shapes.counts import mixer_parameters, moe_parameters
 
 
@@ -50,3 +50,19 @@ def forward_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
 def train_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token's forward and backward pass."""
     return 3.0 * forward_flops_per_token(cfg, seq_len)
+
+
+def vision_flops(vision: VisionConfig, text_width: int, grid: tuple[int, int, int]) -> float:
+    """FLOPs of one image's or clip's forward pass through tower and projector; attention is that of all pairs of patches.
+
+    Args:
+        vision: the tower.
+        text_width: width of the text model.
+        grid: frames, rows and columns of patches.
+    """
+    patches, tokens = grid[0] * grid[1] * grid[2], (grid[1] // vision.merge) * (grid[2] // vision.merge)
+    width, attention = vision.hidden_size, vision.num_heads * vision.head_dim
+    block = 2.0 * width * (4 * attention + 2 * vision.mlp_size) + 4.0 * attention * patches
+    merged = vision.merge**2 * width
+    embed = 2.0 * 3 * vision.patch_size**2 * width
+    return patches * (embed + vision.num_layers * block) + tokens * 2.0 * merged * (merged + text_width)
