@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from outputs import BYTES, answer, argument, bpe, call, ids, outputs, split_bytes, tools
 
@@ -34,12 +35,20 @@ def events_of(output, pieces, *, tokenizer=BYTES, thinking=True):
     return list(joined([*events, *parser.finish()]))
 
 
-@given(outputs, st.booleans(), st.lists(st.integers(0, 200), max_size=6))
-def test_any_split_into_pushes_gives_the_same_events(output, thinking, cuts):
-    whole = events_of(output, [], thinking=thinking)
-    cuts = [min(cut, len(output)) for cut in cuts]
-    assert events_of(output, cuts, thinking=thinking) == whole
-    assert events_of(output, range(len(output)), thinking=thinking) == whole
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_any_split_into_pushes_gives_the_same_events(count):
+    """The fuzzer; its full count takes about five minutes."""
+
+    @settings(max_examples=count(full=60_000, reduced=200))
+    @given(outputs, st.booleans(), st.lists(st.integers(0, 200), max_size=6))
+    def any_split(output, thinking, cuts):
+        whole = events_of(output, [], thinking=thinking)
+        cuts = [min(cut, len(output)) for cut in cuts]
+        assert events_of(output, cuts, thinking=thinking) == whole
+        assert events_of(output, range(len(output)), thinking=thinking) == whole
+
+    any_split()
 
 
 @given(outputs, st.booleans())
