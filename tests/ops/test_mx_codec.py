@@ -210,6 +210,13 @@ def test_rounding_twice_changes_nothing(implementation, block_format, dtype, rul
     assert torch.equal(settled[0].view(torch.uint8), again[0].view(torch.uint8)) and torch.equal(settled[1], again[1])
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_on_the_grid_are_stored_exactly_by_the_default_rule(implementation, rule):
+    """Whatever rule they were trained with: an export need not know it."""
+    once = fake_quantize(spread(64, 96, seed=6, dtype=torch.bfloat16), "mxfp4", rule)
+    assert torch.equal(bits(dequantize_mxfp4(*quantize_mxfp4(once))), bits(once))
+
+
 def test_zero_blocks(implementation):
     x = torch.zeros(2, 64)
     x[1] = -0.0
@@ -231,8 +238,6 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(implementa
         wrong = found.isnan()
         assert wrong[2, 32:64].all() and int(wrong.sum()) == 32
     assert fake_quantize(x[:, :50], block_format).isnan().nonzero()[:, 1].tolist() == list(range(32, 50))
-    with pytest.raises(CheckpointError, match=r"1 of 12 \w+ scales are NaN .* first at \[2, 1\]"):
-        DEQUANTIZE[block_format](codes, scale, dtype, strict=True)
 
 
 def test_t07_scales_in_a_padded_buffer(implementation):
@@ -243,7 +248,7 @@ def test_t07_scales_in_a_padded_buffer(implementation):
     wide_scale = torch.full((6, 96), 0xFF, dtype=torch.uint8)
     wide_codes = torch.full((6, 1536), 0xFF, dtype=torch.uint8)
     wide_scale[:, :90], wide_codes[:, :1440] = scale, packed
-    found = dequantize_mxfp4(wide_codes[:, :1440], wide_scale[:, :90], torch.float32, strict=True)
+    found = dequantize_mxfp4(wide_codes[:, :1440], wide_scale[:, :90], torch.float32)
     assert found.isfinite().all() and torch.equal(found, dequantize_mxfp4(packed, scale, torch.float32))
 
 

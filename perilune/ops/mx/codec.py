@@ -17,7 +17,7 @@ from torch import Tensor
 from perilune.errors import CheckpointError, ConfigError
 from perilune.ops.mx.blocks import decode_blocks, encode_blocks
 from perilune.ops.mx.element import E2M1, E4M3, Element
-from perilune.ops.mx.scale import GROUP, NAN_SCALE
+from perilune.ops.mx.scale import GROUP
 
 
 def quantize_mxfp4(weight: Tensor, rule: str = "floor") -> tuple[Tensor, Tensor]:
@@ -37,22 +37,19 @@ def quantize_mxfp4(weight: Tensor, rule: str = "floor") -> tuple[Tensor, Tensor]
     return encode_blocks(weight, E2M1, rule)
 
 
-def dequantize_mxfp4(
-    packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, strict: bool = False
-) -> Tensor:
-    """Decode weights, `[.., O, I]` in `dtype` (bfloat16, float32 or float64).
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Decode weights, `[.., O, I]` in `dtype` (bfloat16, float32 or float64); NaN where a block's scale is NaN (byte 255).
 
     Args:
         packed: uint8 `[.., O, I/2]`.
         scale: uint8 or float8_e8m0fnu `[.., O, I/32]`.
         dtype: of the result.
-        strict: refuse NaN scales, as a loader of weights should, instead of decoding them to NaN.
 
     Raises:
-        CheckpointError: the shapes or dtypes do not belong together, or `strict` and a scale is NaN.
+        CheckpointError: the shapes or dtypes do not belong together.
         ConfigError: the dtype cannot hold the scales.
     """
-    return _decode(packed, scale, E2M1, dtype, strict)
+    return _decode(packed, scale, E2M1, dtype)
 
 
 def quantize_mxfp8(x: Tensor, rule: str = "floor") -> tuple[Tensor, Tensor]:
@@ -66,15 +63,13 @@ def quantize_mxfp8(x: Tensor, rule: str = "floor") -> tuple[Tensor, Tensor]:
     return codes.view(torch.float8_e4m3fn), scale
 
 
-def dequantize_mxfp8(
-    codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16, *, strict: bool = False
-) -> Tensor:
+def dequantize_mxfp8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode MXFP8, `[.., I]` in `dtype`; codes are float8_e4m3fn (or its bytes), the rest as in `dequantize_mxfp4`.
 
     Raises:
         CheckpointError, ConfigError: as `dequantize_mxfp4`.
     """
-    return _decode(codes.view(torch.uint8), scale, E4M3, dtype, strict)
+    return _decode(codes.view(torch.uint8), scale, E4M3, dtype)
 
 
 def _check_width(x: Tensor, element: Element) -> None:
@@ -85,7 +80,7 @@ def _check_width(x: Tensor, element: Element) -> None:
         )
 
 
-def _decode(codes: Tensor, scale: Tensor, element: Element, dtype: torch.dtype, strict: bool) -> Tensor:
+def _decode(codes: Tensor, scale: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     if codes.dtype != torch.uint8 or scale.dtype != torch.uint8:
@@ -97,11 +92,5 @@ def _decode(codes: Tensor, scale: Tensor, element: Element, dtype: torch.dtype, 
         raise CheckpointError(
             f"{element.name} scales {list(scale.shape)} belong to codes {list(wanted)} (one scale for {GROUP} columns, "
             f"{8 // element.bits} a byte), these are {list(codes.shape)}"
-        )
-    if strict and bool((scale == NAN_SCALE).any()):
-        first = (scale == NAN_SCALE).nonzero()[0].tolist()
-        raise CheckpointError(
-            f"{int((scale == NAN_SCALE).sum())} of {scale.numel()} {element.name} scales are NaN (byte 255), the first at {first}: "
-            "the weights held NaN or infinity when they were quantised, or the file is damaged"
         )
     return decode_blocks(codes, scale, element, dtype)
