@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from perilune.config.published import publish, to_json
 from perilune.errors import ConfigError
 from perilune.model import Transformer, init_weights
-from perilune.model.hf import kimi_linear_config, to_published
+from perilune.model.hf import to_published
 
 # 19 M parameters: 9 layers of which 6 KDA with softplus gate, plain residual, experts without a latent.
 SHAPE = ModelConfig(
@@ -62,7 +63,7 @@ def pair(cfg: ModelConfig = SHAPE, seed: int = 0) -> tuple[Transformer, Any]:
             Path(folder) / "model.safetensors",
             {"format": "pt"},
         )
-        (Path(folder) / "config.json").write_text(json.dumps(kimi_linear_config(cfg)))
+        (Path(folder) / "config.json").write_text(json.dumps(to_json(publish(cfg))))
         theirs = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cross_check(ours, theirs)
     return ours, theirs

@@ -368,3 +368,12 @@ def generation_config(published: PublishedConfig) -> dict[str, Any]:
     text, _ = _text_section(document, published.family)
     ids = {key: document.get(key, text.get(key)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {key: value for key, value in ids.items() if value is not None} | {"temperature": 1.0, "top_p": 1.0}
+
+
+def without_extra_layers(published: PublishedConfig) -> PublishedConfig:
+    """The configuration for weights without multi-token-prediction layers, which we do not carry over."""
+    document = json.loads(published.document)
+    text, _ = _text_section(document, published.family)
+    if text.get("num_nextn_predict_layers"):
+        text["num_nextn_predict_layers"] = 0
+    return replace(published, document=json.dumps(document))

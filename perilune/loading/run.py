@@ -1,46 +1,45 @@
-"""A trained run as objects: model, tokenizer, configuration."""
+"""A trained run, or a published checkpoint, as objects: model, tokenizer, configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from perilune import checkpoint
-from perilune.config.train import TrainConfig
 from perilune.errors import CheckpointError
+from perilune.loading.loaded import LoadedRun
+from perilune.loading.published import load_published
+from perilune.model.hf import is_published
 from perilune.model.transformer import Transformer
 from perilune.rundir import RunDir
-from perilune.tokenizer import Tokenizer, load_tokenizer
-
-
-class LoadedRun(NamedTuple):
-    """What `load_run` returns."""
-
-    model: Transformer
-    tokenizer: Tokenizer
-    config: TrainConfig
+from perilune.tokenizer import load_tokenizer
 
 
 def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step: int | None = None) -> LoadedRun:
     """Load a run's weights from a checkpoint whose files were verified; the model is in evaluation mode, in fp32.
 
     Args:
-        name_or_path: a run under `runs/`, or its folder.
+        name_or_path: a run under `runs/`, its folder, or the folder of a published checkpoint.
         device: where the model goes.
-        step: which checkpoint; None = the newest whole one.
+        step: which checkpoint; None = the newest whole one. A published checkpoint has no steps.
 
     Raises:
+        ConfigError: the config.json of a published checkpoint is not understood.
         CheckpointError: no such run or checkpoint, or it is damaged, or its parts do not fit each other.
     """
     run = RunDir.resolve(name_or_path)
+    if not run.exists() and is_published(Path(name_or_path)):
+        if step is not None:
+            raise CheckpointError(f"{name_or_path} is a published checkpoint: it has no step {step}; leave --step out")
+        return load_published(name_or_path, device)
     config = run.read_config()
-    folder = _folder(run, step)
+    folder = checkpoint_folder(run, step)
     checkpoint.verified(folder)
-    if not run.tokenizer_path.exists():
+    ranks = run.path / "tiktoken.model"  # what a run converted from a published checkpoint may have instead
+    if not run.tokenizer_path.exists() and not ranks.exists():
         raise CheckpointError(f"{run.path} has no tokenizer.json; put it back from a copy of the run")
-    tokenizer = load_tokenizer(run.tokenizer_path)
+    tokenizer = load_tokenizer(run.tokenizer_path if run.tokenizer_path.exists() else run.path)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise CheckpointError(
             f"vocabulary mismatch: {run.tokenizer_path} has {tokenizer.vocab_size} ids, the model of {run.path} only "
@@ -51,7 +50,12 @@ def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step:
     return LoadedRun(model.to(device).eval(), tokenizer, config)
 
 
-def _folder(run: RunDir, step: int | None) -> Path:
+def checkpoint_folder(run: RunDir, step: int | None) -> Path:
+    """Folder of a run's checkpoint of `step`, or of its newest whole one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     known = [number for number, _ in run.checkpoints()]
     if step is not None:
         if not run.checkpoint_path(step).is_dir():

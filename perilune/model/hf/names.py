@@ -5,16 +5,28 @@ One table of links serves both directions: a published tensor is a slice of one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from perilune.config import ModelConfig
-from perilune.errors import CheckpointError
 from perilune.model.transformer import Transformer
-from perilune.shapes.tensors import is_k3, text_tensors
+from perilune.shapes.tensors import checkpoint_tensors, is_k3
+
+
+class Place(NamedTuple):
+    """Where a published tensor lies in a parameter of ours: `count` elements of the flattened parameter, from `start` on.
+
+    Both sides are row-major and a published tensor is whole rows of ours, so the elements are contiguous on both.
+    """
+
+    name: str
+    ours: str
+    start: int
+    count: int
 
 
 class Link(NamedTuple):
@@ -65,6 +77,8 @@ def _kda_link(cfg: ModelConfig, part: str) -> tuple[str, slice]:
 
 def _place(cfg: ModelConfig, name: str) -> tuple[str, slice | int]:
     """Our parameter and rows for a published name without its root."""
+    if name.startswith(("vision_tower.", "mm_projector.")):
+        return name, _ALL  # our modules bear the published names
     if name in _TOP:
         return _TOP[name], _ALL
     if name == "lm_head.weight":
@@ -91,102 +105,38 @@ def _place(cfg: ModelConfig, name: str) -> tuple[str, slice | int]:
 
 
 def links(cfg: ModelConfig) -> Iterator[Link]:
-    """All text tensors of the model's published form (experts unpacked), in checkpoint order.
+    """All tensors of the model's published form (experts unpacked), in checkpoint order.
 
     Raises:
         ConfigError: the model is of no published family.
     """
     root = "language_model." if is_k3(cfg) else ""
-    for spec in text_tensors(cfg, packed_experts=False):
+    for spec in checkpoint_tensors(cfg, packed_experts=False):
         yield Link(spec.name, *_place(cfg, spec.name.removeprefix(root).removeprefix("model.")))
 
 
 def to_published(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(published name, tensor)` of every text tensor, as views of the model's own storage in published shapes."""
+    """Yield `(published name, tensor)` of every tensor, as views of the model's own storage in published shapes."""
     ours = dict(model.named_parameters()) | dict(model.named_buffers())
-    shapes = {spec.name: spec.shape for spec in text_tensors(model.cfg, packed_experts=False)}
+    shapes = {spec.name: spec.shape for spec in checkpoint_tensors(model.cfg, packed_experts=False)}
     for link in links(model.cfg):
         yield link.name, ours[link.ours].detach()[link.rows].reshape(shapes[link.name])
 
 
-@torch.no_grad()
-def load_published(model: Transformer, tensors: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
-    """Copy published tensors into the model.
-
-    Args:
-        model: of the matching family and sizes.
-        tensors: a mapping, or a function that fetches a tensor by its published name.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another number of elements than the model needs.
-    """
-    fetch = tensors if callable(tensors) else tensors.__getitem__
-    for link, (name, view) in zip(links(model.cfg), to_published(model), strict=True):
-        try:
-            value = fetch(name)
-        except KeyError:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r}, which this model needs for {link.ours}"
-            ) from None
-        if value.shape != view.shape:
-            raise CheckpointError(f"{name} has shape {tuple(value.shape)}, this model needs {tuple(view.shape)}")
-        view.copy_(value)
+def own_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of the model's state dict, in its order, without storage for them."""
+    with torch.device("meta"):
+        model = Transformer(cfg)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def kimi_linear_config(
-    cfg: ModelConfig, *, bos: int | None = None, eos: int | None = None, pad: int | None = None
-) -> dict[str, Any]:
-    """`config.json` of a model of the `kimi_linear` family (architecture §1.2); layer lists are 1-based.
-
-    Args:
-        cfg: the model.
-        bos, eos, pad: the tokenizer's special ids; None is written as null.
-
-    Raises:
-        ConfigError: the model is of no published family.
-    """
-    assert not is_k3(cfg), "kimi_linear has plain residuals and no latent"
-    kda, mla, moe = cfg.kda, cfg.mla, cfg.moe
-    numbered = list(enumerate(cfg.layer_mixers, start=1))
-    return {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.num_layers,
-        "intermediate_size": cfg.dense_size,
-        "num_attention_heads": mla.num_heads,
-        "num_key_value_heads": mla.num_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": cfg.norm_eps,
-        "initializer_range": cfg.init_range,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-        "tie_word_embeddings": False,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "mla_use_nope": mla.rope_theta is None,
-        "num_experts": moe.num_experts,
-        "num_experts_per_token": moe.experts_per_token,
-        "num_shared_experts": moe.num_shared_experts,
-        "moe_intermediate_size": moe.expert_size,
-        "moe_renormalize": moe.renormalize,
-        "moe_router_activation_func": "sigmoid",
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "first_k_dense_replace": cfg.dense_layers,
-        "moe_layer_freq": 1,
-        "use_grouped_topk": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "linear_attn_config": {
-            "kda_layers": [i for i, kind in numbered if kind == "kda"],
-            "full_attn_layers": [i for i, kind in numbered if kind != "kda"],
-            "num_heads": kda.num_heads,
-            "head_dim": kda.head_dim,
-            "short_conv_kernel_size": kda.conv_kernel,
-        },
-    }
+def places(cfg: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Place]:
+    """The links of `cfg` as ranges of elements; `shapes` are those of our tensors (`own_shapes`)."""
+    for link in links(cfg):
+        shape = shapes[link.ours]
+        row = math.prod(shape[1:])
+        if isinstance(link.rows, int):
+            yield Place(link.name, link.ours, link.rows * row, row)
+        else:
+            first, stop, _ = link.rows.indices(shape[0])
+            yield Place(link.name, link.ours, first * row, (stop - first) * row)
