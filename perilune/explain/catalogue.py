@@ -18,6 +18,7 @@ MECHANISMS: dict[str, str] = {
     "quantile_balancing": "even expert load in one update",
     "muon": "orthogonal updates, head by head",
     "qk_clip": "bounded attention logits",
+    "vision": "a picture as rows of the text model",
     "curriculum": "longer windows in stages, packed documents",
 }
 ALIASES = {
@@ -26,6 +27,7 @@ ALIASES = {
     "situ_glu": "situ",
     "attention_residuals": "attnres",
     "packing": "curriculum",
+    "moonvit": "vision",
 }
 
 

@@ -31,6 +31,7 @@ class Subject:
         tokens: what each token reads, made visible (newline and space as marks).
         trained: False for seeded weights that have learnt nothing.
         label: how to name it in a sentence.
+        seed: of the seeded weights.
     """
 
     model: Transformer
@@ -39,6 +40,7 @@ class Subject:
     tokens: list[str]
     trained: bool
     label: str
+    seed: int = 0
 
     @property
     def cfg(self) -> ModelConfig:
@@ -90,7 +92,13 @@ def subject(run: str | None = None, text: str | None = None, seed: int = 0) -> S
         raise RequestError(f"the text has {len(ids)} tokens; allowed: 2 to {MAX_TOKENS}; give --text of that length")
     tokens = [visible(tokenizer.decode_bytes([token])) for token in ids]
     return Subject(
-        model=model.eval(), tokenizer=tokenizer, ids_BT=torch.tensor([ids]), tokens=tokens, trained=trained, label=label
+        model=model.eval(),
+        tokenizer=tokenizer,
+        ids_BT=torch.tensor([ids]),
+        tokens=tokens,
+        trained=trained,
+        label=label,
+        seed=seed,
     )
 
 

@@ -15,7 +15,7 @@ import perilune
 from perilune.cli import explain as verb
 from perilune.config.presets import tiny
 from perilune.errors import CheckpointError, RequestError
-from perilune.explain import attnres, curriculum, kda, latent_moe, mla, muon, qk_clip, quantile_balancing, situ
+from perilune.explain import attnres, curriculum, kda, latent_moe, mla, muon, qk_clip, quantile_balancing, situ, vision
 from perilune.explain.catalogue import ALIASES, MECHANISMS, explain
 from perilune.explain.explanation import excerpt
 from perilune.explain.subject import Subject, subject
@@ -23,7 +23,7 @@ from perilune.model import Transformer, init_weights
 from perilune.report.interactive import figure
 from perilune.report.terminal import text
 
-MODULES = (attnres, curriculum, kda, latent_moe, mla, muon, qk_clip, quantile_balancing, situ)
+MODULES = (attnres, curriculum, kda, latent_moe, mla, muon, qk_clip, quantile_balancing, situ, vision)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,27 @@ def test_mla_order_of_the_history_counts_only_with_positions(explained):
     assert numbers["absorbed_difference"] < 1e-12
     assert numbers["k3_cache_bytes_per_token"] == 27_648
     assert numbers["k3_state_bytes"] == 449_372_160
+
+
+def test_vision_numbers_follow_from_the_tower(explained):
+    numbers = explained["vision"].numbers
+    assert numbers["tokens_by_size"]["4000 x 3000"] == 15444
+    assert numbers["image_rows"] == numbers["clip_rows"] == vision.ROWS * vision.COLUMNS // 4
+    assert numbers["time_code_difference"] < 1e-6 and numbers["packed_difference"] < 1e-5
+    assert numbers["background_change"] > 0.01 and numbers["eps_change"] > 1e-4
+    assert 0.2 < numbers["other_frame_share"] < 0.8
+    assert numbers["rotation_far"] < numbers["rotation_at_origin"] == 1.0
+    assert explain("moonvit", seed=1).numbers["background_change"] != numbers["background_change"]
+
+
+def test_vision_of_a_trained_run_is_that_of_its_own_tower():
+    run = replace(subject(), trained=True, label="the run r")
+    with pytest.raises(RequestError, match="the run r has no vision tower"):
+        vision.explain(run)
+    small = replace(vision.TOWER, patch_size=4, position_grid=6)
+    model = init_weights(Transformer(replace(run.cfg, vision=small)), 0).eval()
+    assert vision.with_tower(replace(run, model=model))[1] == small
+    assert vision.explain(replace(run, model=model)).numbers["image_rows"] == 12
 
 
 def test_curriculum_packed_documents_are_computed_as_if_alone(explained):
