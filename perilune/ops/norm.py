@@ -17,11 +17,17 @@ from torch.autograd.function import once_differentiable
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
 from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, fresh, parameter, threads_for
+from perilune.ops.triton.available import choose as choose_triton
+
+MAX_TRITON_WIDTH = 16384  # a program holds a whole row
 
 
 def select(x: Tensor, *others: Tensor) -> Choice:
-    """Say which implementation the norms use for these activations, and why: native, torch, or reference if forced."""
-    return choose("elementwise", x, *others)
+    """Say which implementation the norms use for these activations, and why."""
+    choice = choose_triton(x, *others) or choose("elementwise", x, *others)
+    if choice.implementation == "triton" and x.shape[-1] > MAX_TRITON_WIDTH:
+        return Choice("torch", f"the Triton kernels take rows of at most {MAX_TRITON_WIDTH} numbers, not {x.shape[-1]}")
+    return choice
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -42,6 +48,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     implementation = select(x).implementation
     if implementation == "reference":
         return rms_norm_reference(x, weight_D, eps)
+    if implementation == "triton":
+        return _triton_norm(x, None, weight_D, eps, 1.0 / x.shape[-1])
     if torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad):
         return _Norm.apply(x, weight_D, eps, True, implementation == "native")
     if implementation == "native":
@@ -54,6 +62,8 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     implementation = select(x).implementation
     if implementation == "reference":
         return l2_norm_reference(x, eps)
+    if implementation == "triton":
+        return _triton_norm(x, None, None, eps, 1.0)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Norm.apply(x, None, eps, False, implementation == "native")
     if implementation == "native":
@@ -84,6 +94,8 @@ def gated_rms_norm(o_BTHV: Tensor, gate_BTHV: Tensor, weight_V: Tensor, eps: flo
     implementation = select(o_BTHV, gate_BTHV).implementation
     if implementation == "reference":
         return gated_rms_norm_reference(o_BTHV, gate_BTHV, weight_V, eps)
+    if implementation == "triton":
+        return _triton_norm(o_BTHV, gate_BTHV, weight_V, eps, 1.0 / o_BTHV.shape[-1])
     if torch.is_grad_enabled() and (o_BTHV.requires_grad or gate_BTHV.requires_grad or weight_V.requires_grad):
         return _GatedNorm.apply(o_BTHV, gate_BTHV, weight_V, eps, implementation == "native")
     if implementation == "native":
@@ -116,6 +128,12 @@ def _check_weight(x: Tensor, weight_D: Tensor) -> None:
         raise ConfigError(
             f"the norm's weight has shape {list(weight_D.shape)}; an input {list(x.shape)} needs [{x.shape[-1]}]"
         )
+
+
+def _triton_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, inverse: float) -> Tensor:
+    from perilune.ops.triton.norm import norm
+
+    return norm(x, gate, weight, eps, inverse)
 
 
 class _Norm(torch.autograd.Function):

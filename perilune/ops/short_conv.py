@@ -9,6 +9,8 @@ Float32 inside (float64 for float64 inputs); hand-written backward that saves th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,14 +20,18 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
 from perilune.ops.native.rows import choose, entry, fresh, parameter, threads_for
 from perilune.ops.segments import Segments
+from perilune.ops.triton.available import choose as choose_triton
 
 MAX_NATIVE_TAPS = 16
+MAX_TRITON_TAPS = 8  # inputs and gradients of so many tokens stay in registers
 TIME_BLOCK = 256  # tokens one native task handles; fixes the order in which the weight's gradient is summed
 
 
 def select(x_BTX: Tensor, weight_XW: Tensor) -> Choice:
     """Say which implementation the short convolution uses, and why."""
-    choice = choose("elementwise", x_BTX)
+    choice = choose_triton(x_BTX) or choose("elementwise", x_BTX)
+    if choice.implementation == "triton" and weight_XW.shape[-1] > MAX_TRITON_TAPS:
+        return Choice("torch", f"the Triton kernels take at most {MAX_TRITON_TAPS} taps, not {weight_XW.shape[-1]}")
     if choice.implementation == "native" and weight_XW.shape[-1] > MAX_NATIVE_TAPS:
         return Choice("torch", f"the native kernel takes at most {MAX_NATIVE_TAPS} taps, not {weight_XW.shape[-1]}")
     return choice
@@ -53,15 +59,14 @@ def short_conv(
     implementation = select(x_BTX, weight_XW).implementation
     if implementation == "reference":
         return short_conv_reference(x_BTX, weight_XW, window_BXW1, segments)
-    native = implementation == "native"
     if window_BXW1 is not None:
         window_BXW1 = window_BXW1.to(x_BTX.dtype)
     inputs = (x_BTX, weight_XW, window_BXW1)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return _ShortConv.apply(*inputs, segments, native)
-    if native and x_BTX.shape[1] == 1 and window_BXW1 is not None:
+        return _ShortConv.apply(*inputs, segments, implementation)
+    if implementation == "native" and x_BTX.shape[1] == 1 and window_BXW1 is not None:
         return _native_step(*inputs)
-    y_BTX = (_native_forward if native else _torch_forward)(*inputs, segments)
+    y_BTX = _steps(implementation)[0](*inputs, segments)
     return y_BTX, _next_window(x_BTX, window_BXW1, segments, weight_XW.shape[1])
 
 
@@ -116,13 +121,22 @@ def _next_window(x_BTX: Tensor, window_BXW1: Tensor | None, segments: Segments |
     return last_BXW1.clone(memory_format=torch.contiguous_format)
 
 
+def _steps(implementation: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
+    """The implementation's forward and backward functions."""
+    if implementation == "triton":
+        from perilune.ops.triton.short_conv import backward, forward
+
+        return forward, backward
+    return (_native_forward, _native_backward) if implementation == "native" else (_torch_forward, _torch_backward)
+
+
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_BTX, weight_XW, window_BXW1, segments, native):
+    def forward(ctx, x_BTX, weight_XW, window_BXW1, segments, implementation):
         ctx.save_for_backward(x_BTX, weight_XW, window_BXW1)
-        ctx.segments, ctx.native = segments, native
+        ctx.segments, ctx.implementation = segments, implementation
         ctx.set_materialize_grads(False)
-        y_BTX = (_native_forward if native else _torch_forward)(x_BTX, weight_XW, window_BXW1, segments)
+        y_BTX = _steps(implementation)[0](x_BTX, weight_XW, window_BXW1, segments)
         return y_BTX, _next_window(x_BTX, window_BXW1, segments, weight_XW.shape[1])
 
     @staticmethod
@@ -131,7 +145,7 @@ class _ShortConv(torch.autograd.Function):
         x_BTX, weight_XW, window_BXW1 = ctx.saved_tensors
         if dy_BTX is None:
             dy_BTX = torch.zeros_like(x_BTX)
-        step = _native_backward if ctx.native else _torch_backward
+        step = _steps(ctx.implementation)[1]
         dx_BTX, dweight_XW, dwindow_BXW1 = step(x_BTX, weight_XW, window_BXW1, ctx.segments, dy_BTX)
         if dnext_BXW1 is not None:
             with torch.enable_grad():

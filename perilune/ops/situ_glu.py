@@ -20,11 +20,12 @@ from torch.autograd.function import once_differentiable
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
 from perilune.ops.native.rows import as_rows, choose, entry, fresh, threads_for
+from perilune.ops.triton.available import choose as choose_triton
 
 
 def select(gate: Tensor, up: Tensor) -> Choice:
     """Say which implementation the gated units use for these activations, and why."""
-    return choose("elementwise", gate, up)
+    return choose_triton(gate, up) or choose("elementwise", gate, up)
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float | None = 25.0) -> Tensor:
@@ -88,6 +89,10 @@ def _glu(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None
     implementation = select(gate, up).implementation
     if implementation == "reference":
         return situ_glu_reference(gate, up, beta, linear_beta)
+    if implementation == "triton":
+        from perilune.ops.triton.situ_glu import gated_unit
+
+        return gated_unit(gate, up, beta, linear_beta)
     native = implementation == "native"
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _GLU.apply(gate, up, beta, linear_beta, native)

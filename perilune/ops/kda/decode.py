@@ -4,7 +4,8 @@
     S = S alpha + u k^T,  u = sigmoid(beta_logit) (v - (S alpha) k)        the state [V, K] of each head, in place
     o = RMSNorm(scale * S q) * norm_weight * sigmoid(gate)
 
-At batch 1 a token costs little arithmetic, so what counts is the number of calls: the native form is a single one.
+At batch 1 a token costs little arithmetic, so what counts is the number of calls: the native form is a single one. So is
+the Triton form for CUDA devices, where with more rows the traffic of the states counts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import L2_EPS, MAX_KEY_DIM
 from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
 from perilune.ops.native.build import load, unavailable_reason
+from perilune.ops.triton.available import obstacle as triton_obstacle
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_TAPS = 16  # PL_MAX_TAPS in kda_decode.c
@@ -44,6 +46,7 @@ class _Struct(ctypes.Structure):
 
 
 _NATIVE = Choice("native", "one C call a token and layer")
+_TRITON = Choice("triton", "one launch a token and layer")
 
 
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
@@ -52,9 +55,10 @@ def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     if wanted in ("reference", "torch"):
         return Choice("torch", "demanded by PERILUNE_OPS or force()")
     place = device.type if isinstance(device, torch.device) else torch.device(device).type
-    if place != "cpu":
-        obstacle = f"the native kernel runs on the CPU, not on {place}"
-    elif dtype not in _TYPES:
+    if place != "cpu" or wanted == "triton":
+        obstacle = triton_obstacle(torch.device(device), dtype)
+        return _TRITON if obstacle is None else Choice("torch", f"plain torch: {obstacle}")
+    if dtype not in _TYPES:
         obstacle = f"the native kernel takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     else:
         obstacle = unavailable_reason("kda_decode")
@@ -80,6 +84,7 @@ def kda_decode_step(
     lower_bound: float | None,
     scale: float,
     norm_eps: float,
+    index_B: Tensor | None = None,
 ) -> Tensor:
     """Advance every row by one token; no gradient.
 
@@ -92,12 +97,15 @@ def kda_decode_step(
         norm_weight_V: weight of the output RMSNorm.
         state_BHVK: float32 (float64 for float64 activations), contiguous; updated IN PLACE.
         lower_bound: of the bounded gate; None = softplus gate.
+        index_B: int32 or int64; then window and state are pools `[slots, ...]`, and row b uses slot `index_B[b]`. No two
+            rows may name one slot. A negative number marks a padding row: it gives zeros and touches no slot.
 
     Returns:
         `[B, H * V]` in the dtype of `qkv_BX`.
 
     Raises:
-        ConfigError: a shape or the state's layout does not fit.
+        ConfigError: a shape or the state's layout does not fit, or a slot is not in the pool (the Triton form cannot
+            look without stopping the device: it gives NaN for such a row and touches no slot).
     """
     batch, channels = qkv_BX.shape
     value_dim = norm_weight_V.shape[0]
@@ -107,21 +115,52 @@ def kda_decode_step(
             f"{num_heads} heads of K = {key_dim}, V = {value_dim} need {num_heads * (2 * key_dim + value_dim)}"
         )
     taps = conv_weight_XW.shape[1]
-    if state_BHVK.shape != (batch, num_heads, value_dim, key_dim) or window_BXW1.shape != (batch, channels, taps - 1):
+    slots = batch if index_B is None else state_BHVK.shape[0]
+    if state_BHVK.shape != (slots, num_heads, value_dim, key_dim) or window_BXW1.shape != (slots, channels, taps - 1):
         raise ConfigError(
             f"state {tuple(state_BHVK.shape)} and window {tuple(window_BXW1.shape)} must be "
-            f"{(batch, num_heads, value_dim, key_dim)} and {(batch, channels, taps - 1)}"
+            f"{(slots, num_heads, value_dim, key_dim)} and {(slots, channels, taps - 1)}"
+        )
+    if index_B is not None and (index_B.shape != (batch,) or index_B.dtype not in (torch.int32, torch.int64)):
+        raise ConfigError(
+            f"index has shape {list(index_B.shape)} and type {index_B.dtype}; {batch} rows need [{batch}] of int32 or int64"
         )
     if A_log_H is None and lower_bound is None:
         raise ConfigError("the softplus gate (lower_bound=None) needs A_log")
     tensors = (qkv_BX, conv_weight_XW, window_BXW1, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
-    if select(qkv_BX.device, qkv_BX.dtype).implementation == "native":
+    implementation = select(qkv_BX.device, qkv_BX.dtype).implementation
+    if implementation == "triton" and _readable(*tensors, norm_weight_V, state_BHVK):
+        from perilune.ops.kda.triton_decode import decode_step
+
+        return decode_step(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
+    if index_B is not None:
+        return _pooled(index_B, tensors, norm_weight_V, state_BHVK, numbers)
+    if implementation == "native":
         out = _native(*tensors, norm_weight_V, state_BHVK, *numbers)
         if out is not None:
             return out
     with torch.no_grad():
         return _torch(*tensors, norm_weight_V, state_BHVK, *numbers)
+
+
+def _pooled(index: Tensor, tensors: tuple, norm_weight: Tensor, state: Tensor, numbers: tuple) -> Tensor:
+    """Copy the rows' slots out of the pools, advance them, copy them back."""
+    qkv, conv_weight, window, *rest = tensors
+    if index.numel() and int(index.max()) >= state.shape[0]:
+        raise ConfigError(f"index names slot {int(index.max())} of a pool of {state.shape[0]}")
+    alive = index >= 0
+    slots = index[alive].long()
+    windows, states = window[slots], state[slots]
+    decay_logit, A_log, dt_bias, beta_logit, gate = rest
+    heads, key_dim, lower_bound, scale, norm_eps = numbers
+    out = qkv.new_zeros(qkv.shape[0], heads * norm_weight.shape[0])
+    out[alive] = kda_decode_step(
+        qkv[alive], conv_weight, windows, decay_logit[alive], A_log, dt_bias, beta_logit[alive], gate[alive],
+        norm_weight, states, num_heads=heads, key_dim=key_dim, lower_bound=lower_bound, scale=scale, norm_eps=norm_eps,
+    )  # fmt: skip
+    window[slots], state[slots] = windows, states
+    return out
 
 
 def _torch(
@@ -168,6 +207,33 @@ def _row_stride(x: Tensor, batch: int) -> int | None:
     return x.stride(0) if inner else None
 
 
+def _readable(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    window: Tensor,
+    decay_logit: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_logit: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+) -> bool:
+    """Whether the tensors have the layout that the kernels read: activations of one element type whose rows are dense,
+    dense float32 parameters and states, and a dense window."""
+    for logits in (decay_logit, beta_logit, gate):
+        if logits.dtype != qkv.dtype:
+            return False
+    for parameter in (conv_weight, A_log, dt_bias, norm_weight, state):
+        if parameter is not None and (parameter.dtype != torch.float32 or not parameter.is_contiguous()):
+            return False
+    if not window.is_contiguous() or conv_weight.shape[1] > MAX_TAPS:
+        return False
+    if max(state.shape[2:]) > MAX_KEY_DIM:
+        return False
+    return None not in [_row_stride(x, qkv.shape[0]) for x in (qkv, decay_logit, beta_logit, gate)]
+
+
 @lru_cache
 def _entry() -> Callable[..., None]:
     library = load("kda_decode")
@@ -197,19 +263,11 @@ def _native(
     """The C call; None where the tensors' layout is not the one it reads (then the caller takes the torch form)."""
     dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
     value_dim, taps = norm_weight.shape[0], conv_weight.shape[1]
-    for logits in (decay_logit, beta_logit, gate):
-        if logits.dtype != dtype:
-            return None
-    for parameter in (conv_weight, A_log, dt_bias, norm_weight, state):
-        if parameter is not None and (parameter.dtype != torch.float32 or not parameter.is_contiguous()):
-            return None
-    if window_dtype not in _TYPES or not window.is_contiguous() or taps > MAX_TAPS:
-        return None
-    if key_dim > MAX_KEY_DIM or value_dim > MAX_KEY_DIM:
+    if window_dtype not in _TYPES or not _readable(
+        qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate, norm_weight, state
+    ):
         return None
     strides = [_row_stride(x, batch) for x in (qkv, decay_logit, beta_logit, gate)]
-    if None in strides:
-        return None
     out = torch.empty(batch, heads * value_dim, dtype=dtype)
     struct = _Struct(
         batch,

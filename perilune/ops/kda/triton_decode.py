@@ -172,7 +172,7 @@ def warps_for(programs: int, key_dim: int, value_dim: int) -> int:
 def decode_step(
     qkv: Tensor, conv_weight: Tensor, window: Tensor, decay_logit: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     beta_logit: Tensor, gate: Tensor, norm_weight: Tensor, state: Tensor, index: Tensor | None, heads: int, key_dim: int,
-    lower_bound: float | None, scale: float, norm_eps: float, num_warps: int | None = None,
+    lower_bound: float | None, scale: float, norm_eps: float, num_warps: int | None = None, options: dict[str, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernel; arguments as `kda_decode_step`, in the layout that it has checked."""
     batch, value_dim = qkv.shape[0], norm_weight.shape[0]
@@ -184,6 +184,6 @@ def decode_step(
         qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate, norm_weight, state, index, out, *strides,
         state.shape[0], heads, scale, lower_bound or 0.0, norm_eps, L2_EPS, K=key_dim, V=value_dim, W=conv_weight.shape[1],
         **tile(key_dim, value_dim, conv_weight.shape[1]), BOUNDED=lower_bound is not None,
-        num_warps=num_warps or warps_for(batch * heads, key_dim, value_dim),
+        num_warps=num_warps or warps_for(batch * heads, key_dim, value_dim), **(options or {}),
     )  # fmt: skip
     return out

@@ -16,7 +16,6 @@ from perilune.ops.choice import Choice, forced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability that the kernels are written for; measured on 9.0
-MAX_ELEMENTS = 2**31 - 1  # of one row: offsets inside a row are 32-bit, rows are counted in 64 bits
 
 
 @cache
@@ -71,7 +70,7 @@ def choose(*tensors: Tensor) -> Choice | None:
     """Take the Triton kernels where they can run and nothing else is demanded.
 
     Args:
-        tensors: activations; one device and one element type.
+        tensors: activations; the kernels want them on one device and of one element type.
 
     Returns:
         A `Choice` of "triton"; a `Choice` of "torch" with the reason if they were demanded or the tensors are on a CUDA
@@ -91,7 +90,13 @@ def choose(*tensors: Tensor) -> Choice | None:
     if reason is None and torch.compiler.is_compiling():
         reason = "the call is being traced by torch.compile"
     if reason is not None:
-        return Choice("torch", f"plain torch: {reason}")
+        return Choice("torch", f"triton was asked for, but {reason}" if wanted else f"plain torch: {reason}")
     if first.device.type == "cpu":
         return _INTERPRETED
     return _taken(torch.cuda.current_device() if first.device.index is None else first.device.index)
+
+
+@cache
+def units(device: torch.device) -> int:
+    """Multiprocessors of a device; a small number in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,271 @@
+"""A read of the residual stream on a CUDA device: running-sum add, scores, softmax, mix and output RMSNorm in one launch.
+
+Forward: one program a token, online softmax, each source read once and fetched while the one before it is summed.
+Backward: programs walk over the tokens; a first pass over the sources takes <dmix, v_i>, a second one, out of the cache,
+writes dv_i. Gradients of the score weight and the norm weight are summed in registers, one row a program, and the rows
+are added in a fixed order: results repeat bit for bit.
+
+With g_i = <dmix, v_i>, f_i = p_i (g_i - sum_j p_j g_j) r_i:   dv_i = p_i dmix + f_i c - f_i s_i r_i v_i / D,  dc = sum f_i v_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from perilune.ops.native.rows import as_rows, fresh, parameter
+from perilune.ops.triton.available import units
+
+MAX_SOURCES = 16  # each is an argument of the kernels
+MAX_WIDTH = 16384
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _pick(choices, i):
+    """choices[i] of a tuple of pointers or numbers, for an i known at run time."""
+    chosen = choices[0]
+    for j in tl.static_range(1, len(choices)):
+        chosen = tl.where(i == j, choices[j], chosen)
+    return chosen
+
+
+@triton.jit
+def _load(sources, strides, i, row, at, inside, ALIGNED: tl.constexpr):
+    start = _pick(sources, i) + row * _pick(strides, i)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return tl.load(start + at, inside, 0.0)
+
+
+@triton.jit
+def _score(v, c, eps, D: tl.constexpr):
+    product, square = tl.reduce((v * c, v * v), 0, _add_pairs)
+    rstd = 1.0 / tl.sqrt(square / D + eps)
+    return product * rstd, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    bank, strides, live, live_stride, delta, delta_stride, score_weight, norm_weight, total, mixed, out, statistics, eps,
+    norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = len(bank)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BD)
+    inside = at < D
+    v = tl.load(live + row * live_stride + at, inside, 0.0).to(tl.float32)
+    if delta is not None:
+        v += tl.load(delta + row * delta_stride + at, inside, 0.0).to(tl.float32)
+        rounded = v.to(total.dtype.element_ty)  # the source is what is stored
+        tl.store(total + row * D + at, rounded, inside)
+        v = rounded.to(tl.float32)
+    c = tl.load(score_weight + at, inside, 0.0)
+    if statistics is not None:
+        statistics += row * (2 * N + 3)
+    top, rstd = _score(v, c, eps, D)
+    if statistics is not None:
+        tl.store(statistics + N, top)
+        tl.store(statistics + 2 * N + 1, rstd)
+    acc, denominator = v, 1.0
+    if N > 0:
+        for i in tl.range(0, N, num_stages=STAGES):
+            v = _load(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            score, rstd = _score(v, c, eps, D)
+            if statistics is not None:
+                tl.store(statistics + i, score)
+                tl.store(statistics + N + 1 + i, rstd)
+            higher = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
+            kept, weight = tl.exp(top - higher), tl.exp(score - higher)
+            acc = acc * kept + v * weight
+            denominator = denominator * kept + weight
+            top = higher
+    acc = acc * (1.0 / denominator)
+    if mixed is not None:
+        tl.store(mixed + row * D + at, acc.to(mixed.dtype.element_ty), inside)
+    if statistics is not None:
+        tl.store(statistics + 2 * N + 2, top + tl.log(denominator))
+    if norm_weight is not None:
+        rstd = 1.0 / tl.sqrt(tl.sum(acc * acc, 0) / D + norm_eps)
+        acc = acc * rstd * tl.load(norm_weight + at, inside, 0.0)
+    tl.store(out + row * D + at, acc.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _backward_kernel(
+    sources, strides, gradients, dout, dout_stride, dtotal, dtotal_stride, mixed, statistics, score_weight, norm_weight,
+    dscore, dnorm, rows, norm_eps, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = len(sources)
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BD)
+    inside = at < D
+    every = tl.arange(0, BM)
+    known = every < M
+    c = tl.load(score_weight + at, inside, 0.0)
+    dc = tl.zeros([BD], tl.float32)
+    dw = tl.zeros([BD], tl.float32)
+    row = program
+    while row < rows:  # the interpreter of 3.6 takes no range over numbers known at run time
+        dmix = tl.load(dout + row * dout_stride + at, inside, 0.0).to(tl.float32)
+        if norm_weight is not None:
+            mix = tl.load(mixed + row * D + at, inside, 0.0).to(tl.float32)
+            scaled = dmix * tl.load(norm_weight + at, inside, 0.0)
+            square, along = tl.reduce((mix * mix, mix * scaled), 0, _add_pairs)
+            rstd = 1.0 / tl.sqrt(square / D + norm_eps)
+            dw += dmix * mix * rstd
+            dmix = rstd * (scaled - mix * (rstd * rstd * along / D))
+        score = tl.load(statistics + row * (2 * M + 1) + every, known, float("-inf"))
+        rstd = tl.load(statistics + row * (2 * M + 1) + M + every, known, 0.0)
+        weight = tl.exp(score - tl.load(statistics + row * (2 * M + 1) + 2 * M))
+        pull = tl.zeros([BM], tl.float32)
+        for i in tl.range(0, M, num_stages=STAGES):
+            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            pull = tl.where(every == i, tl.sum(dmix * v, 0), pull)
+        factor = weight * (pull - tl.sum(weight * pull, 0)) * rstd
+        decay = tl.where(known, factor * score * rstd / D, 0.0)
+        for i in tl.range(0, M, num_stages=STAGES):
+            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            here = every == i
+            f = tl.sum(tl.where(here, factor, 0.0), 0)
+            dc += f * v
+            dv = tl.sum(tl.where(here, weight, 0.0), 0) * dmix + f * c - tl.sum(tl.where(here, decay, 0.0), 0) * v
+            if dtotal is not None:
+                last = inside & (i == M - 1)
+                dv += tl.load(dtotal + row * dtotal_stride + at, last, 0.0).to(tl.float32)
+            target = _pick(gradients, i) + row * D
+            if ALIGNED:
+                target = tl.multiple_of(target, 16)
+            tl.store(target + at, dv.to(gradients[0].dtype.element_ty), inside)
+        row += tl.num_programs(0)
+    tl.store(dscore + program * D + at, dc, inside)
+    if dnorm is not None:
+        tl.store(dnorm + program * D + at, dw, inside)
+
+
+def unsuitable(sources: Sequence[Tensor]) -> str | None:
+    """Why the kernels cannot take so many or so wide sources; None if they can."""
+    if len(sources) > MAX_SOURCES:
+        return f"the Triton kernels mix at most {MAX_SOURCES} sources, not {len(sources)}"
+    if sources[0].shape[-1] > MAX_WIDTH:
+        return f"the Triton kernels take rows of at most {MAX_WIDTH} numbers, not {sources[0].shape[-1]}"
+    return None
+
+
+def read(
+    sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mix the sources, the last of them being the running sum; arguments and results as `attnres.read`."""
+    inputs = [*sources, delta, score_weight_D, norm_weight_D]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        total, out = _Read.apply(score_weight_D, norm_weight_D, delta, eps, norm_eps, *sources)
+    else:
+        total, out, _, _ = forward(sources, delta, score_weight_D, eps, norm_weight_D, norm_eps)
+    return out, sources[-1] if total is None else total
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, score_weight_D, norm_weight_D, delta, eps, norm_eps, *sources):
+        total, out, mixed, statistics = forward(sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, True)
+        live = sources[-1] if total is None else total
+        ctx.save_for_backward(score_weight_D, norm_weight_D, mixed, statistics, *sources[:-1], live)
+        ctx.norm_eps, ctx.added = norm_eps, total is not None
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal, dout):
+        score_weight_D, norm_weight_D, mixed, statistics, *sources = ctx.saved_tensors
+        if dout is None:
+            dlive = dtotal
+            return None, None, dlive if ctx.added else None, None, None, *[None] * (len(sources) - 1), dlive
+        dscore_D, dnorm_D, gradients = backward(
+            sources, dout, dtotal, mixed, statistics, score_weight_D, norm_weight_D, ctx.norm_eps
+        )
+        wanted = ctx.needs_input_grad
+        dsources = [g if want else None for g, want in zip(gradients, wanted[5:], strict=True)]
+        return dscore_D, dnorm_D, gradients[-1] if ctx.added else None, None, None, *dsources
+
+
+def _rows(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    views, strides = zip(*[as_rows(x) for x in tensors], strict=True)
+    return views, strides
+
+
+def forward(
+    sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
+    norm_eps: float, training: bool = False, num_warps: int = 8, stages: int = 3,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Launch the forward kernel.
+
+    Returns:
+        (running sum or None without delta, output, the mix before its norm, statistics [rows, 2 M + 1]: scores, rstd, and the
+        logarithm of the softmax's denominator); the last two only for training, and the mix only if there is a norm.
+    """
+    first = sources[0]
+    width = first.shape[-1]
+    rows = first.numel() // width if width else 0
+    views, strides = _rows(sources)
+    total = None if delta is None else fresh(first)
+    out = fresh(first)
+    mixed = fresh(first) if training and norm_weight_D is not None else None
+    statistics = torch.empty(rows, 2 * len(sources) + 1, device=first.device) if training else None
+    if rows:
+        delta_rows, delta_stride = (None, 0) if delta is None else as_rows(delta)
+        _forward_kernel[(rows,)](
+            views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, parameter(score_weight_D),
+            None if norm_weight_D is None else parameter(norm_weight_D), total, mixed, out, statistics, eps, norm_eps,
+            D=width, BD=triton.next_power_of_2(width), ALIGNED=_aligned(views, strides, width), STAGES=stages,
+            num_warps=warps_for(width, num_warps),
+        )  # fmt: skip
+    return total, out, mixed, statistics
+
+
+def backward(
+    sources: Sequence[Tensor], dout: Tensor, dtotal: Tensor | None, mixed: Tensor | None, statistics: Tensor,
+    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 2,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Launch the backward kernel. Returns the gradients of the score weight, the norm weight and the sources."""
+    first = sources[0]
+    rows, width = len(statistics), first.shape[-1]
+    views, strides = _rows(sources)
+    gradients = [fresh(x) for x in sources]
+    programs = min(rows, per_unit * units(first.device))
+    dscore = torch.empty(programs, width, device=first.device)
+    dnorm = None if norm_weight_D is None else torch.empty_like(dscore)
+    if rows:
+        dout_rows, dout_stride = as_rows(dout)
+        dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else as_rows(dtotal)
+        _backward_kernel[(programs,)](
+            views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
+            parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
+            norm_eps, D=width, BD=triton.next_power_of_2(width), BM=triton.next_power_of_2(len(sources)),
+            ALIGNED=_aligned(views, strides, width), STAGES=stages, num_warps=warps_for(width, num_warps),
+        )  # fmt: skip
+    dscore_D = dscore.sum(0).to(score_weight_D.dtype)
+    return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), gradients
+
+
+def _aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> bool:
+    """Whether every row of every tensor, those to be written included, starts at a multiple of 16 bytes. The compiler sees
+    this of an argument but not of one picked from several."""
+    step = 16 // views[0].element_size()
+    return width % step == 0 and all(x.data_ptr() % 16 == 0 and s % step == 0 for x, s in zip(views, strides))
+
+
+def warps_for(width: int, most: int) -> int:
+    """Warps of a program that holds a row: no more than leave eight numbers to a thread."""
+    return max(1, min(most, triton.next_power_of_2(width) // 256))
