@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.bench import moe
+from perilune.bench import moe, mx
 from perilune.bench.elementwise import PEER as ELEMENTWISE_PEER
 from perilune.bench.elementwise import cases as elementwise_cases
 from perilune.bench.harness import Case, Row, run_suite
@@ -203,3 +203,4 @@ def row_operations(device: str) -> Iterator[Case]:
 
 
 OPS.update(moe.OPS)
+OPS.update(mx.OPS)
