@@ -16,8 +16,10 @@ from torch import Tensor
 
 from perilune.data.curriculum import Curriculum
 from perilune.data.mixture import Mixture
+from perilune.data.packing import PlacedImage
 from perilune.data.sources import Source
 from perilune.errors import ConfigError
+from perilune.model.vision import ImageBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,27 @@ class Batch:
         ids_BT: int64.
         targets_BT: int64, -100 where nothing is predicted.
         starts_BT: bool, True at the first token of each document.
+        images: of each row; empty if no row has any.
     """
 
     ids_BT: Tensor
     targets_BT: Tensor
     starts_BT: Tensor
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
+
+    def image_batch(self) -> ImageBatch | None:
+        """All images packed for the model, with the flat positions of their media pads; None if there is none."""
+        length = self.ids_BT.shape[1]
+        placed = [(row * length + each.position, each.image) for row, own in enumerate(self.images) for each in own]
+        if not placed:
+            return None
+        positions = torch.cat([torch.arange(first, first + image.tokens) for first, image in placed])
+        return ImageBatch.collate([image for _, image in placed], positions)
+
+    def split(self, rows: int) -> list[Batch]:
+        """Cut into batches of `rows` rows; the last may have fewer."""
+        parts = zip(*(t.split(rows) for t in (self.ids_BT, self.targets_BT, self.starts_BT)), strict=True)
+        return [Batch(*part, self.images[n * rows : (n + 1) * rows]) for n, part in enumerate(parts)]
 
 
 class Loader:
@@ -96,4 +114,5 @@ class Loader:
             torch.from_numpy(np.stack([each.ids for each in windows])),
             torch.from_numpy(np.stack([each.targets for each in windows])),
             torch.from_numpy(np.stack([each.starts for each in windows])),
+            tuple(each.images for each in windows) if any(each.images for each in windows) else (),
         )

@@ -14,10 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.data.image import ProcessedImage
 from perilune.data.shards import TokenStream
 
 IGNORE = -100
 """Target of a position that is not trained or scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in a row of tokens.
+
+    Attributes:
+        position: of its first media pad; the others follow without a gap.
+        image: what the tower gets.
+    """
+
+    position: int
+    image: ProcessedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +42,13 @@ class Window:
         ids: int64 `[T]`.
         targets: int64 `[T]`, -100 where nothing is predicted.
         starts: bool `[T]`, True at the first token of each document.
+        images: those whose media pads stand in `ids`, in order; each lies wholly inside the window.
     """
 
     ids: NDArray[np.int64]
     targets: NDArray[np.int64]
     starts: NDArray[np.bool_]
+    images: tuple[PlacedImage, ...] = ()
 
 
 def window(stream: TokenStream, start: int, length: int) -> Window:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perilune.data.loader import Batch
 from perilune.model.mla import GatedMLA
-from perilune.model.transformer import Transformer
+from perilune.model.transformer import LossOutput, Transformer
 from perilune.ops.segments import Segments
 from perilune.optim.build import Optimizer
 from perilune.optim.qk_clip import clip_
@@ -47,9 +47,7 @@ class StepResult(NamedTuple):
 
 def split_rows(batch: Batch, tokens: int) -> list[Batch]:
     """Cut a batch into micro-batches of whole rows with at most `tokens` tokens each (at least one row)."""
-    rows = max(1, tokens // batch.ids_BT.shape[1])
-    parts = (t.split(rows) for t in (batch.ids_BT, batch.targets_BT, batch.starts_BT))
-    return [Batch(*part) for part in zip(*parts, strict=True)]
+    return batch.split(max(1, tokens // batch.ids_BT.shape[1]))
 
 
 def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
@@ -57,14 +55,24 @@ def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
     return [(i, block.mixer) for i, block in enumerate(model.layers) if isinstance(block.mixer, GatedMLA)]
 
 
-def _stop(model: Transformer, loss: float, micro: Batch, segments: Segments | None) -> DivergedError:
+def _loss(model: Transformer, micro: Batch) -> LossOutput:
+    """Forward pass of a micro-batch, images included."""
+    device = model.device
+    segments = Segments.from_starts(micro.starts_BT.to(device))
+    images = micro.image_batch()
+    return model.loss(
+        micro.ids_BT.to(device),
+        micro.targets_BT.to(device),
+        segments,
+        images=None if images is None else images.to(device),
+    )
+
+
+def _stop(model: Transformer, loss: float, micro: Batch) -> DivergedError:
     """The error for a loss that is not finite: the first bad weight, else the first bad activation."""
     where = first_bad(model.state_dict().items())
-    device = model.device
     if where is None:
-        where = first_bad_activation(
-            model, lambda: model.loss(micro.ids_BT.to(device), micro.targets_BT.to(device), segments)
-        )
+        where = first_bad_activation(model, lambda: _loss(model, micro))
     return DivergedError(f"the loss is {loss}; first tensor that is not finite: {where or 'the loss itself'}")
 
 
@@ -90,7 +98,6 @@ def train_step(
     Raises:
         DivergedError: the loss or a gradient is not finite. Weights, momenta and biases are as before the step.
     """
-    device = model.device
     moe, mla = model.moe_layers(), mla_layers(model)
     counts = [cast(Tensor, layer.counts_E) for layer in moe]
     for counts_E in counts:
@@ -103,11 +110,10 @@ def train_step(
     nats = 0.0
     try:
         for micro in micro_batches:
-            segments = Segments.from_starts(micro.starts_BT.to(device))
-            loss = model.loss(micro.ids_BT.to(device), micro.targets_BT.to(device), segments).nats / valid
+            loss = _loss(model, micro).nats / valid
             share = float(loss.detach())
             if not torch.isfinite(loss.detach()):
-                raise _stop(model, share, micro, segments)
+                raise _stop(model, share, micro)
             nats += share
             loss.backward()
         grads = [p.grad for p in optimizer.params.values() if p.grad is not None]

@@ -110,7 +110,7 @@ class Catalogue:
                 break
         else:
             raise ConfigError(f"the kind {kind.name!r} has no {part_} pictures; ask for another part or kind")
-        return Drawing(kind.name, index, part_, kind.picture(attributes), kind.caption(attributes),
+        return Drawing(kind.name, index, part_, kind.picture(attributes), kind.captions(attributes),
                        kind.questions(attributes), attributes)  # fmt: skip
 
     def _size(self, rng: np.random.Generator) -> tuple[int, int]:

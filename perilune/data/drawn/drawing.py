@@ -42,7 +42,7 @@ class Drawing:
         index: its number in the sequence of its seed and part.
         part: train | held_out | unseen, see `perilune.data.drawn.parts`.
         image: RGB.
-        caption: one sentence that is true of it.
+        captions: sentences that are true of it; the first is the answer to "what is this?".
         questions: what can be asked, at least one.
         attributes: what decided it.
     """
@@ -51,7 +51,7 @@ class Drawing:
     index: int
     part: str
     image: Image
-    caption: str
+    captions: tuple[str, ...]
     questions: tuple[Question, ...]
     attributes: Attributes
 
@@ -73,8 +73,8 @@ class Kind(Protocol):
         """Draw."""
         ...
 
-    def caption(self, attributes: Attributes) -> str:
-        """One sentence about the picture."""
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
+        """Sentences about the picture; the first is the answer to "what is this?"."""
         ...
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:

@@ -61,13 +61,13 @@ class Emoji:
         paper.paste(small, (int(attributes["x"]), int(attributes["y"])), small)
         return paper
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """The name."""
-        return unicodedata.name(attributes["character"]).lower()
+        return (unicodedata.name(attributes["character"]).lower(),)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """What it is."""
-        return (Question("what", "what is this?", self.caption(attributes)),)
+        return (Question("what", "what is this?", self.captions(attributes)[0]),)
 
 
 @cache

@@ -49,16 +49,16 @@ class Grid:
             canvas.draw.line(canvas.scaled(x[0], at, x[-1], at), fill=COLOURS["black"], width=line)
         return canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """Size of the sheet, and the cell."""
         a = attributes
-        return f"{a['rows']} rows and {a['columns']} columns, {a['colour']} at row {a['row']} column {a['column']}"
+        return (f"{a['rows']} rows and {a['columns']} columns, {a['colour']} at row {a['row']} column {a['column']}",)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """Where the cell is, its colour, how many rows and columns."""
         a = attributes
         return (
-            Question("what", "what is this?", self.caption(a)),
+            Question("what", "what is this?", self.captions(a)[0]),
             Question("cell", "Which cell is coloured?", f"row {a['row']} column {a['column']}"),
             Question("colour", "What colour is the cell?", a["colour"]),
             Question("count", "How many rows and columns are there?", f"{a['rows']} rows and {a['columns']} columns"),

@@ -59,10 +59,11 @@ class Grounding:
         left, top, right, bottom = objects.box(thing)
         return (left, top, right, bottom) if self.name == "boxes" else ((left + right) / 2, (top + bottom) / 2)
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """Every object with its box or point in [0, 1]."""
         sides = (attributes["width"], attributes["height"])
-        return ", ".join(f"{objects.name(t)} at {in_unit(self.where(t), *sides)}" for t in attributes["objects"])
+        things = [f"{objects.name(thing)} at {in_unit(self.where(thing), *sides)}" for thing in attributes["objects"]]
+        return (", ".join(things),)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """Box or point of each object, in pixels and in [0, 1]."""

@@ -86,15 +86,15 @@ class Bars:
             axes.label(column, _LETTERS[column])
         return axes.canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """Every bar with its value."""
-        return "bars " + ", ".join(f"{_LETTERS[n]} {value}" for n, value in enumerate(attributes["values"]))
+        return ("bars " + ", ".join(f"{_LETTERS[n]} {value}" for n, value in enumerate(attributes["values"])),)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """The height of each bar, and which is the highest."""
         values = attributes["values"]
         return (
-            Question("what", "what is this?", self.caption(attributes)),
+            Question("what", "what is this?", self.captions(attributes)[0]),
             *(Question("value", f"How high is bar {_LETTERS[n]}?", str(value)) for n, value in enumerate(values)),
             Question("highest", "Which bar is the highest?", _LETTERS[values.index(max(values))]),
         )
@@ -129,15 +129,15 @@ class Line:
             axes.label(n, str(n + 1))
         return axes.canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """The values."""
-        return "a line through " + ", ".join(map(str, attributes["values"]))
+        return ("a line through " + ", ".join(map(str, attributes["values"])),)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """The value at each place, and whether the line ends higher than it began."""
         values = attributes["values"]
         return (
-            Question("what", "what is this?", self.caption(attributes)),
+            Question("what", "what is this?", self.captions(attributes)[0]),
             *(Question("value", f"What is the value at {n}?", str(value)) for n, value in enumerate(values, start=1)),
             Question("trend", "Does the line end higher or lower?", "higher" if values[-1] > values[0] else "lower"),
         )

@@ -52,16 +52,17 @@ class OneShape:
         objects.paint(canvas, attributes["object"], attributes["paper"])
         return canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
-        """Colour and shape."""
-        return objects.with_article(objects.name(attributes["object"]))
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
+        """Colour and shape, in either order: what comes first is said from the picture alone."""
+        thing = attributes["object"]
+        return objects.with_article(objects.name(thing)), f"{objects.with_article(thing['shape'])} in {thing['colour']}"
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """What it is, its shape, its colour, its place, its size."""
         thing, sides = attributes["object"], (attributes["width"], attributes["height"])
         large = thing["radius"] > 0.325 * min(sides)
         return (
-            *(Question("what", text, self.caption(attributes)) for text in WHAT),
+            *(Question("what", text, self.captions(attributes)[0]) for text in WHAT),
             Question("shape", "What shape is it?", thing["shape"]),
             Question("colour", "What colour is it?", thing["colour"]),
             Question("place", "Where is it?", place(thing["x"], thing["y"], *sides)),
@@ -102,16 +103,16 @@ class TwoShapes:
             objects.paint(canvas, thing, attributes["paper"])
         return canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """Both objects and how they lie."""
         first, second = (objects.with_article(objects.name(thing)) for thing in attributes["objects"])
-        return f"{first} above {second}" if attributes["above"] else f"{first} to the left of {second}"
+        return (f"{first} {'above' if attributes['above'] else 'to the left of'} {second}",)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """All of it; the colour of one by its shape; the shape of one by its colour."""
         first, second = attributes["objects"]
         return (
-            *(Question("what", text, self.caption(attributes)) for text in WHAT),
+            *(Question("what", text, self.captions(attributes)[0]) for text in WHAT),
             Question("colour of", f"What colour is the {first['shape']}?", first["colour"]),
             Question("colour of", f"What colour is the {second['shape']}?", second["colour"]),
             Question("shape of", f"What shape is {first['colour']}?", first["shape"]),

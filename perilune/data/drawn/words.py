@@ -60,14 +60,14 @@ class Words:
         canvas.draw.text((x, y), attributes["text"], font=font, fill=tuple(attributes["ink"]))
         return canvas.finish()
 
-    def caption(self, attributes: Attributes) -> str:
+    def captions(self, attributes: Attributes) -> tuple[str, ...]:
         """The text in quotes."""
-        return f'the text "{attributes["text"]}"'
+        return (f'the text "{attributes["text"]}"',)
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """What it says."""
         return (
-            Question("what", "what is this?", self.caption(attributes)),
+            Question("what", "what is this?", self.captions(attributes)[0]),
             Question("read", "What does it say?", attributes["text"]),
             Question("read", "Read the text.", attributes["text"]),
         )
