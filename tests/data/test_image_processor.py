@@ -101,15 +101,16 @@ def test_composite_is_the_exact_floor(rgb, alpha):
     found = composite(pixels)
     for x, board in ((0, 255), (8, 180)):
         assert found[0, x, 0] == (rgb * alpha + board * (255 - alpha)) // 255
-    if alpha == 255:
-        assert (found == rgb).all()
+    pixels[0, 0, 3] = 0  # one clear pixel, so that the others go through the blend even where they are opaque
+    found = composite(pixels)
+    assert found[0, 0, 0] == 255 and found[1, 8, 0] == (rgb * alpha + 180 * (255 - alpha)) // 255
 
 
 def test_every_pixel_mode_becomes_three_channels():
     grey = noise(20, 12, 1)[..., 0]
     truth = colours(PROCESSOR.process(np.repeat(grey[..., None], 3, axis=2)))
     for same in (grey, grey[..., None], Image.fromarray(grey), stored(Image.fromarray(grey)),
-                 Image.fromarray(grey.astype(np.uint16) * 257), stored(Image.fromarray(grey.astype(np.uint16) * 257))):  # fmt: skip
+                 Image.fromarray(grey.astype(np.uint16) * 256 + 17), stored(Image.fromarray(grey.astype(np.uint16) * 256 + 17))):  # fmt: skip
         assert np.array_equal(colours(PROCESSOR.process(same)), truth)
     bits = Image.fromarray(grey).convert("1")
     assert set(np.unique(colours(PROCESSOR.process(bits))[:12, :20])) <= {0, 255}

@@ -30,9 +30,15 @@ def chessboard(width: int, height: int) -> np.ndarray:
 
 def composite(rgba_HWC: np.ndarray) -> np.ndarray:
     """Lay uint8 `[H, W, 4]` on the chessboard; uint8 `[H, W, 3]`, fractions cut off exactly (integer arithmetic)."""
-    rgb, alpha = rgba_HWC[..., :3].astype(np.uint16), rgba_HWC[..., 3:].astype(np.uint16)  # sums stay below 255² < 2^16
-    board = chessboard(rgba_HWC.shape[1], rgba_HWC.shape[0])[..., None]
-    return ((rgb * alpha + board * (255 - alpha)) // 255).astype(np.uint8)
+    if rgba_HWC[..., 3].min() == 255:
+        return rgba_HWC[..., :3]
+    alpha = rgba_HWC[..., 3].astype(np.uint16)
+    ground = chessboard(rgba_HWC.shape[1], rgba_HWC.shape[0]) * (255 - alpha)
+    out = np.empty((*alpha.shape, 3), dtype=np.uint8)
+    for channel in range(3):
+        blend = rgba_HWC[..., channel] * alpha + ground  # at most 255²
+        out[..., channel] = (blend + 1 + (blend >> 8)) >> 8  # blend // 255 without a division, for blend < 2^16 - 1
+    return out
 
 
 def resized_pixels(image: Image, plan: ResizePlan) -> np.ndarray:

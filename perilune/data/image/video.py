@@ -2,8 +2,8 @@
 
 At the ticks start, start + 1/sample_fps, … the frame on show is taken, once. Up to `frames_per_chunk` taken frames in a row
 make one item of the vision tower: its frames attend to each other and become the tokens of a single image. Chunk size,
-frame limit and rate are published settings; no published engine takes video for K3, so the choice of frames and the
-prompt's form are ours: every chunk is framed like an image behind its time, written `hh:mm:ss.fff`.
+frame limit and rate are published settings; no published engine takes video for K3, so the choice of frames is ours, as is
+the prompt's form (`perilune.tokenizer.xtml.media`): every chunk is framed behind the time of its first frame.
 """
 
 from __future__ import annotations
@@ -63,9 +63,3 @@ def sampled(frames: Iterable[tuple[float, T]], sample_fps: float) -> Iterator[tu
         shown = frame
     if shown is not None and (tick == 0 or start + tick / sample_fps < shown[0] + span - TICK_SLACK):
         yield shown
-
-
-def timestamp(seconds: float) -> str:
-    """Seconds as `hh:mm:ss.fff`, rounded to the millisecond; hours go on past 99."""
-    ms = round(seconds * 1000)
-    return f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}.{ms % 1000:03d}"
