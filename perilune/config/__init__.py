@@ -9,6 +9,7 @@ from perilune.config.train import (
     QuantConfig,
     StageConfig,
     TrainConfig,
+    VisionDataConfig,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "StageConfig",
     "TrainConfig",
     "VisionConfig",
+    "VisionDataConfig",
 ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 
 from perilune.config.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
-from perilune.config.train import EvalConfig, OptimConfig, StageConfig, TrainConfig
+from perilune.config.train import DataConfig, EvalConfig, OptimConfig, StageConfig, TrainConfig, VisionDataConfig
 from perilune.errors import ConfigError
 
 
@@ -31,6 +32,14 @@ def nano() -> ModelConfig:
         kda=KDAConfig(num_heads=2, head_dim=64),
         mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
         moe=MoEConfig(num_experts=16, experts_per_token=4, num_shared_experts=1, expert_size=64, latent_size=64),
+    )  # fmt: skip
+
+
+def nano_vision() -> ModelConfig:
+    """`nano` with a vision tower of 0.15 M parameters for pictures of 56 pixels: the demo with images."""
+    return replace(
+        nano(),
+        vision=VisionConfig(hidden_size=64, num_layers=3, num_heads=4, head_dim=16, mlp_size=192, patch_size=7, position_grid=8),
     )  # fmt: skip
 
 
@@ -102,6 +111,7 @@ def k3() -> ModelConfig:
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": tiny,
     "nano": nano,
+    "nano_vision": nano_vision,
     "small": small,
     "mini": mini,
     "mid": mid,
@@ -110,7 +120,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "k3": k3,
 }
 
-TRAINABLE = ("tiny", "nano", "small", "mini", "k2_nano")
+TRAINABLE = ("tiny", "nano", "nano_vision", "small", "mini", "k2_nano")
 
 
 def preset(name: str) -> ModelConfig:
@@ -149,6 +159,12 @@ def training(name: str) -> TrainConfig:
                     StageConfig(seq_len=256, fraction=0.2), StageConfig(seq_len=512, fraction=0.1)),
             optim=OptimConfig(lr_muon=0.01, lr_adamw=0.015, momentum=0.9, beta1=0.8, beta2=0.99),
             eval=EvalConfig(every=100),
+        )  # fmt: skip
+    if name == "nano_vision":
+        # nano's rates; windows of 128 hold three pictures with captions (docs/how-to/vision.md).
+        return replace(
+            training("nano"), model=model, steps=700, stages=(StageConfig(seq_len=128),),
+            data=DataConfig(vision=VisionDataConfig(share=0.75)),
         )  # fmt: skip
     return TrainConfig(
         model=model, steps=20000, tokens_per_step=131072, microbatch_tokens=32768,

@@ -14,7 +14,36 @@ TOKENIZERS = ("bpe", "byte")
 QUANT_WEIGHTS = ("none", "mxfp4")
 QUANT_ACTIVATIONS = ("none", "mxfp8")
 SCALE_RULES = ("floor", "even", "ceil")
+DRAWN = ("shape", "shapes", "words", "bars", "line", "grid", "boxes", "points", "emoji")
 SYNTHETIC = ("recall", "needle", "copy", "palindrome", "state", "arithmetic", "whole_window")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionDataConfig:
+    """Pictures that are trained on together with the text from the first step (report §3.3); needs `model.vision`.
+
+    Attributes:
+        share: of the windows, that hold pictures with captions and answered questions instead of text; 0 = no pictures.
+        kinds: what is drawn, in turn; a kind that is named twice comes twice as often.
+        image_size: longest side in pixels that the vision tower sees; larger pictures are scaled down to it. A multiple of
+            `model.vision.patch_size` times `model.vision.merge`.
+        chat: share of the pictures that come in the chat format with a question, the others with a bare caption.
+    """
+
+    share: float = 0.0
+    kinds: tuple[str, ...] = ("shape",)
+    image_size: int = 56
+    chat: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("share", "chat"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"data.vision.{name}={getattr(self, name)} must lie in [0, 1]")
+        unknown = [name for name in self.kinds if name not in DRAWN]
+        if unknown or not self.kinds:
+            raise ConfigError(f"data.vision.kinds={list(self.kinds)} must name some of: {', '.join(DRAWN)}")
+        if self.image_size < 1:
+            raise ConfigError(f"data.vision.image_size={self.image_size} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +61,7 @@ class DataConfig:
         synthetic_fraction: share of the windows that come from them.
         long_document_weight: up-sampling of long documents: a document of n tokens is repeated in proportion to
             (n / median)^weight, at most 4 times; 0 = off (report §3.4).
+        vision: pictures mixed in.
     """
 
     path: tuple[str, ...] = ()
@@ -42,6 +72,7 @@ class DataConfig:
     synthetic: tuple[str, ...] = ()
     synthetic_fraction: float = 0.0
     long_document_weight: float = 0.0
+    vision: VisionDataConfig = VisionDataConfig()
 
     def __post_init__(self) -> None:
         if not 0.0 < self.holdout < 1.0:
@@ -56,6 +87,11 @@ class DataConfig:
         if self.synthetic_fraction > 0 and not self.synthetic:
             raise ConfigError("data.synthetic_fraction is above 0 but data.synthetic names no task; "
                               f"name some of: {', '.join(SYNTHETIC)}")  # fmt: skip
+        if self.synthetic_fraction + self.vision.share > 1.0:
+            raise ConfigError(
+                f"data.synthetic_fraction={self.synthetic_fraction} and data.vision.share={self.vision.share} are more than 1 "
+                "together; lower one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,3 +261,21 @@ class TrainConfig:
                 nearest = ", ".join(str(n) for n in (below, below + stage.seq_len) if n)
                 raise ConfigError(f"tokens_per_step={self.tokens_per_step} must be a multiple of the window "
                                   f"seq_len={stage.seq_len} (nearest: {nearest})")  # fmt: skip
+        self._check_vision()
+
+    def _check_vision(self) -> None:
+        """Pictures need a vision tower, and a size that it can cut into tokens."""
+        if self.data.vision.share == 0.0:
+            return
+        if self.model.vision is None:
+            raise ConfigError(
+                f"data.vision.share={self.data.vision.share} needs a model with a vision tower, but model.vision is not set; "
+                "use the preset nano_vision, or set data.vision.share to 0"
+            )
+        unit = self.model.vision.patch_size * self.model.vision.merge
+        if self.data.vision.image_size % unit:
+            raise ConfigError(
+                f"data.vision.image_size={self.data.vision.image_size} must be a multiple of {unit}, the side of one image "
+                f"token (model.vision.patch_size={self.model.vision.patch_size} times model.vision.merge="
+                f"{self.model.vision.merge})"
+            )

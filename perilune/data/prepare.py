@@ -105,6 +105,8 @@ def training_sources(
     synthetic: Sequence[str] = (),
     synthetic_fraction: float = 0.0,
     long_document_weight: float = 0.0,
+    pictures: Source | None = None,
+    pictures_share: float = 0.0,
 ) -> dict[str, tuple[Source, float]]:
     """The weighted sources of a training run, for `Loader`.
 
@@ -113,6 +115,8 @@ def training_sources(
         synthetic: names of synthetic tasks, taken in turn.
         synthetic_fraction: their share of the windows.
         long_document_weight: exponent of up-sampling by length, see `long_document_repeats`; 0 = off.
+        pictures: windows with pictures.
+        pictures_share: their share of the windows.
 
     Raises:
         ConfigError: an unknown task, or one with more symbols than the vocabulary has ordinary ids.
@@ -123,11 +127,15 @@ def training_sources(
     text: TokenStream = data.train
     if long_document_weight:
         text = RepeatedDocuments(data.train, long_document_repeats(np.diff(data.train.offsets), long_document_weight))
-    sources: dict[str, tuple[Source, float]] = {"text": (TextSource(text), 1.0 - synthetic_fraction)}
+    sources: dict[str, tuple[Source, float]] = {
+        "text": (TextSource(text), 1.0 - synthetic_fraction - pictures_share)
+    }
     if synthetic_fraction > 0:
         tasks = [TASKS[name]() for name in synthetic]
         ordinary = min(data.tokenizer.special.ids.values())
         sources["synthetic"] = (SyntheticSource(tasks, ordinary), synthetic_fraction)
+    if pictures is not None:
+        sources["pictures"] = (pictures, pictures_share)
     return sources
 
 

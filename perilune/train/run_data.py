@@ -13,9 +13,11 @@ from perilune.config.train import TrainConfig
 from perilune.data.corpus import read_paths, standard_library
 from perilune.data.curriculum import Curriculum
 from perilune.data.document import Corpus
+from perilune.data.image_input import image_processor
 from perilune.data.loader import Loader
 from perilune.data.prepare import PreparedData, prepare, training_sources
 from perilune.data.shards import TokenStream
+from perilune.data.sources import Source
 from perilune.data.split import split
 from perilune.rundir import RunDir
 from perilune.tokenizer import Tokenizer, load_tokenizer
@@ -88,6 +90,8 @@ def open_data(config: TrainConfig, run: RunDir, *, cache: Path | None = None) ->
         synthetic=data.synthetic,
         synthetic_fraction=data.synthetic_fraction,
         long_document_weight=data.long_document_weight,
+        pictures=_pictures(config, prepared),
+        pictures_share=data.vision.share,
     )
     curriculum = Curriculum(
         [(stage.seq_len, stage.fraction) for stage in config.stages],
@@ -96,6 +100,20 @@ def open_data(config: TrainConfig, run: RunDir, *, cache: Path | None = None) ->
     )
     loader = Loader(sources, curriculum, seed=config.seed)
     return RunData(prepared.tokenizer, loader, prepared.held_out, prepared.token_bytes, prepared)
+
+
+def _pictures(config: TrainConfig, prepared: PreparedData) -> Source | None:
+    """The run's drawn pictures; None if it has none. ConfigError if Pillow is missing or a window is too short."""
+    vision = config.data.vision
+    if vision.share == 0.0:
+        return None
+    from perilune.data.drawn import Catalogue, DocumentWriter, DrawnSource, kinds
+
+    catalogue = Catalogue(kinds(vision.kinds), vision.image_size, config.seed)
+    writer = DocumentWriter(prepared.tokenizer, image_processor(config), chat=vision.chat)
+    source = DrawnSource(catalogue, writer, prepared.train)
+    source.window(0, min(stage.seq_len for stage in config.stages), [config.seed])
+    return source
 
 
 def _describe_split(run: RunDir, corpus: Corpus, config: TrainConfig, prepared: PreparedData) -> None:

@@ -248,6 +248,8 @@ class Trainer:
             "max_logit": result.max_logit,
             "mfu": mfu(config.model, seq_len, speed, self.peak),
         }
+        if config.data.vision.share:
+            record["images"] = sum(len(row) for row in batch.images)
         self.record(record)
         return record
 
