@@ -1,6 +1,6 @@
 """From folders to objects: trained runs, published checkpoints, and converting one into the other."""
 
-from perilune.loading.convert import Converted, convert
+from perilune.loading.conversion import Converted, convert
 from perilune.loading.published import load_published
 from perilune.loading.run import LoadedRun, load_run
 

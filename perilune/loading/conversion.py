@@ -14,25 +14,22 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perilune import __version__
-from perilune.config.parse import to_toml
-from perilune.config.published import KIMI_K3, KIMI_LINEAR, generation_config, to_json, without_extra_layers
-from perilune.config.train import DataConfig, TrainConfig
+from perilune.config.published import KIMI_K3, KIMI_LINEAR
 from perilune.errors import CapacityError, CheckpointError, ConfigError
-from perilune.loading.native import PUBLISHED, TOKENIZERS, NativeSource, index_of, native_files
+from perilune.loading.documents import CHECKPOINT, SUMS, finish_native, finish_published
+from perilune.loading.native import NativeSource, native_files
 from perilune.model.hf import PlannedFile, PublishedSource, Source, is_published, published_files
 from perilune.model.hf.shard_file import write_shard
-from perilune.model.hf.source import INDEX
-from perilune.rundir import RunDir, config_hash, sync_directory, write_atomic
+from perilune.rundir import RunDir, sync_directory, write_atomic
 
 NATIVE = "native"
 TARGETS = {"kimi-k3": KIMI_K3, "kimi-linear": KIMI_LINEAR, NATIVE: NATIVE}
-RECORD, SUMS = ".convert.json", "SHA256SUMS"
-_STEP = "checkpoints/step-00000000"
+RECORD = ".convert.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -120,7 +117,7 @@ def convert(
     if verify and isinstance(given, PublishedSource):
         _check_sums(given.folder)
     files = {"model": published_files(given, experts)} if to != NATIVE else native_files(given)
-    weights = "" if to != NATIVE else _STEP
+    weights = "" if to != NATIVE else CHECKPOINT
     partial = target.with_name(target.name + ".partial")
     planned = [file for group in files.values() for file in group]
     with _space(target), _work_folder(partial):
@@ -128,9 +125,9 @@ def convert(
         if verify:
             _verify(partial / weights, done)
         if to == NATIVE:
-            _finish_native(given, partial, target, files, done, str(source))
+            finish_native(given, partial, target, files, done, str(source))
         else:
-            _finish_published(given, partial, planned, done, experts)
+            finish_published(given, partial, planned, done, experts)
         sync_directory(partial)
         partial.rename(target)
     sync_directory(target.resolve().parent)
@@ -290,71 +287,3 @@ def _check_sums(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / name} has the sha256 {actual[:12]}… instead of {wanted[:12]}… ({SUMS}); fetch it again"
             )
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _copy_side_files(given: Source, folder: Path, names: Callable[[str], bool]) -> None:
-    for name, path in given.side_files.items():
-        if names(name):
-            shutil.copyfile(path, folder / name)
-
-
-def _finish_published(
-    given: Source, partial: Path, planned: list[PlannedFile], done: dict[str, Any], experts: str
-) -> None:
-    """Documents beside the weights; config.json last, because readers take a folder with it for a checkpoint."""
-    published = replace(without_extra_layers(given.published), experts=experts)
-    _copy_side_files(given, partial, lambda name: True)
-    if "generation_config.json" not in given.side_files:
-        _write_json(partial / "generation_config.json", generation_config(published))
-    _describe_tokenizer(given, partial)
-    (partial / SUMS).write_text(
-        "".join(f"{entry['sha256']}  {name}\n" for name, entry in done.items()), encoding="utf-8"
-    )
-    weight_map = {tensor.name: file.name for file in planned for tensor in file.tensors}
-    index = {"metadata": {"total_size": sum(file.nbytes for file in planned)}, "weight_map": weight_map}
-    _write_json(partial / INDEX, index)
-    _write_json(partial / "config.json", to_json(published))
-
-
-def _describe_tokenizer(given: Source, partial: Path) -> None:
-    """A tokenizer.json of ours gets the small file that tells transformers how to load it."""
-    path = partial / "tokenizer.json"
-    if "tokenizer_config.json" in given.side_files or not path.exists():
-        return
-    definition = json.loads(path.read_text(encoding="utf-8"))
-    if definition.get("type") == "perilune-byte":
-        given.notes.append("the byte tokenizer is read by perilune only; other programs need the ids themselves")
-        return
-    names = {"bos_token": "[BOS]", "eos_token": "<|end_of_msg|>", "unk_token": "[UNK]", "pad_token": "[PAD]"}
-    known = {token["content"] for token in definition.get("added_tokens", [])}
-    told = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1048576,
-    }
-    _write_json(partial / "tokenizer_config.json", told | {key: name for key, name in names.items() if name in known})
-
-
-def _finish_native(
-    given: Source, partial: Path, target: Path, files: dict[str, list[PlannedFile]], done: dict[str, Any], origin: str
-) -> None:
-    """A run folder around the checkpoint: tokenizer, published documents, state.json, and config.toml last."""
-    kept = partial / PUBLISHED
-    kept.mkdir(exist_ok=True)
-    published = without_extra_layers(given.published)
-    _copy_side_files(given, partial, lambda name: name in (*TOKENIZERS, "chat.json"))
-    _copy_side_files(given, kept, lambda name: name not in (*TOKENIZERS, "chat.json"))
-    _write_json(kept / "config.json", to_json(published))
-    tokenizer = next((name for name in TOKENIZERS if name in given.side_files), None)
-    if tokenizer is None:
-        given.notes.append("there is no tokenizer; put a tokenizer.json into the run before generating text")
-    (partial / "probes").mkdir(exist_ok=True)
-    _write_json(partial / _STEP / "state.json", index_of(files, done, origin))
-    sync_directory(partial / _STEP)
-    data = DataConfig(tokenizer=str(target.resolve() / tokenizer)) if tokenizer else DataConfig()
-    config = TrainConfig(model=published.model, data=data)
-    write_atomic(partial / "config.toml", f"# sha256 {config_hash(config)}\n{to_toml(config)}".encode())
