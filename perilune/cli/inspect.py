@@ -10,6 +10,7 @@ from typing import Any
 from perilune.config import ModelConfig
 from perilune.config.parse import from_dict, load_toml, parse_flags
 from perilune.config.presets import preset
+from perilune.config.published import load_config
 from perilune.errors import ConfigError
 from perilune.shapes.cache import cache_bytes_per_token, recurrent_bytes
 from perilune.shapes.counts import count_parameters
@@ -26,7 +27,8 @@ class InspectFlags:
 
     Attributes:
         preset: a named model, e.g. nano, k3.
-        config: a TOML file with a [model] table, e.g. a run's config.toml, instead of a preset.
+        config: instead of a preset, a TOML file with a [model] table, e.g. a run's config.toml, or a published config.json.
+        model: instead of a preset, the folder of a run or of a published checkpoint.
         seq_len: window for the FLOPs of attention.
         tensors: list every tensor of the published checkpoint form.
         json: one JSON object on stdout.
@@ -34,6 +36,7 @@ class InspectFlags:
 
     preset: str = "nano"
     config: Path | None = None
+    model: Path | None = None
     seq_len: int = 4096
     tensors: bool = False
     json: bool = False
@@ -99,15 +102,28 @@ def describe(cfg: ModelConfig, *, seq_len: int, tensors: bool) -> dict[str, Any]
     return facts
 
 
+def _model(flags: InspectFlags) -> tuple[ModelConfig, str]:
+    """The model that the flags name, and its name."""
+    if flags.config is not None and flags.model is not None:
+        raise ConfigError("--config and --model exclude each other: give one of them")
+    path = flags.config
+    if flags.model is not None:
+        files = [flags.model / "config.toml", flags.model / "config.json"]
+        path = next((file for file in files if file.is_file()), None)
+        if path is None:
+            raise ConfigError(f"--model {flags.model} has neither a config.toml (a run) nor a config.json (published)")
+    if path is None:
+        return preset(flags.preset), flags.preset
+    if path.suffix == ".json":
+        return load_config(path).model, str(path)
+    table = load_toml(path)
+    return from_dict(ModelConfig, table.get("model", table), "model."), str(path)
+
+
 def run(args: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     flags = parse_flags(InspectFlags, args, InspectFlags(), prog="perilune inspect", description=__doc__ or "")
-    if flags.config is not None:
-        table = load_toml(flags.config)
-        cfg = from_dict(ModelConfig, table.get("model", table), "model.")
-        name = str(flags.config)
-    else:
-        cfg, name = preset(flags.preset), flags.preset
+    cfg, name = _model(flags)
     if flags.seq_len < 1:
         raise ConfigError(f"--seq-len {flags.seq_len} must be at least 1")
     facts = describe(cfg, seq_len=flags.seq_len, tensors=flags.tensors)
