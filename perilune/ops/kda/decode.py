@@ -130,7 +130,7 @@ def kda_decode_step(
     tensors = (qkv_BX, conv_weight_XW, window_BXW1, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     implementation = select(qkv_BX.device, qkv_BX.dtype).implementation
-    if implementation == "triton" and _readable(*tensors, norm_weight_V, state_BHVK):
+    if implementation == "triton" and readable(*tensors, norm_weight_V, state_BHVK):
         from perilune.ops.kda.triton_decode import decode_step
 
         return decode_step(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
@@ -207,7 +207,7 @@ def _row_stride(x: Tensor, batch: int) -> int | None:
     return x.stride(0) if inner else None
 
 
-def _readable(
+def readable(
     qkv: Tensor,
     conv_weight: Tensor,
     window: Tensor,
@@ -263,7 +263,7 @@ def _native(
     """The C call; None where the tensors' layout is not the one it reads (then the caller takes the torch form)."""
     dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
     value_dim, taps = norm_weight.shape[0], conv_weight.shape[1]
-    if window_dtype not in _TYPES or not _readable(
+    if window_dtype not in _TYPES or not readable(
         qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate, norm_weight, state
     ):
         return None

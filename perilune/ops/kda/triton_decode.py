@@ -49,7 +49,13 @@ def advance(S, q, k, v, alpha, beta, scale):
     read = tl.sum(tl.sum(S * q[None, :, :], 1), 1)
     u = beta * (v - seen)
     o = scale * (read + u * tl.sum(tl.sum(k * q, 0), 0))
-    return S + u[:, None, None] * k[None, :, :], o
+    return write(S, u, k), o
+
+
+@triton.jit
+def write(S, u, k):
+    """S + u k^T, by name a fused product and sum, so that each kernel rounds alike."""
+    return tl.fma(tl.broadcast_to(u[:, None, None], S.shape), tl.broadcast_to(k[None, :, :], S.shape), S)
 
 
 @triton.jit
