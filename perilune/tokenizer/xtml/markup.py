@@ -78,14 +78,14 @@ def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list[i
 
 
 def encode_each(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list[list[int]]:
-    """Ids of every segment, a list a segment; arguments and errors as `encode_segments`."""
+    """Ids of every segment, a list a segment (shared by equal segments); arguments and errors as `encode_segments`."""
     segments = list(segments)
-    texts = iter(tokenizer.encode_batch([segment for segment in segments if isinstance(segment, str)]))
-    ids: list[list[int]] = []
+    # A conversation repeats its tags and attributes thousands of times: each different text is encoded once.
+    texts = list(dict.fromkeys(segment for segment in segments if isinstance(segment, str)))
+    ids_of = dict(zip(texts, tokenizer.encode_batch(texts)))
+    control = {name: [token_id] for name, token_id in tokenizer.special.ids.items()}
+    out: list[list[int]] = []
     for segment in segments:
-        if isinstance(segment, Marker):
-            ids.append([tokenizer.special.ids[segment.name]])
-        else:
-            assert isinstance(segment, str), f"{segment} must be expanded before it is encoded"
-            ids.append(next(texts))
-    return ids
+        assert isinstance(segment, (str, Marker)), f"{segment} must be expanded before it is encoded"
+        out.append(control[segment.name] if isinstance(segment, Marker) else ids_of[segment])
+    return out
