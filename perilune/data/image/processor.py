@@ -14,7 +14,7 @@ from perilune.data.image.load import ImageInput, animation_frames, load_image
 from perilune.data.image.pixels import patchify, resized_pixels
 from perilune.data.image.resize import ImageProcessorConfig, resize_plan
 from perilune.errors import RequestError
-from perilune.tokenizer.xtml.media import timestamp as _written
+from perilune.tokenizer.xtml.media import timestamp
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class VideoChunk(ProcessedImage):
     @property
     def timestamp(self) -> str:
         """Time of the first frame as `hh:mm:ss.fff`: what stands before the chunk in a prompt (our syntax)."""
-        return _written(self.seconds[0])
+        return timestamp(self.seconds[0])
 
 
 class ImageProcessor:
@@ -98,7 +98,7 @@ class ImageProcessor:
             if index == self.cfg.max_frames:
                 raise RequestError(
                     f"the video has more than {self.cfg.max_frames} frames at {self.cfg.sample_fps:g} a second "
-                    f"({_written(time)} is reached): cut it, lower sample_fps, or raise max_frames"
+                    f"({timestamp(time)} is reached): cut it, lower sample_fps, or raise max_frames"
                 )
             parts.append(self._frame(frame, chunks[0] if chunks else parts[0] if parts else None, time))
             seconds.append(time)
@@ -125,7 +125,7 @@ class ImageProcessor:
         picture = load_image(frame, self.cfg.max_pixels)
         if like is not None and picture.size != like.original_size:
             raise RequestError(
-                f"the frame at {_written(time)} is {picture.size[0]} x {picture.size[1]} pixels, the first one "
+                f"the frame at {timestamp(time)} is {picture.size[0]} x {picture.size[1]} pixels, the first one "
                 f"{like.original_size[0]} x {like.original_size[1]}; all frames of a video must have one size"
             )
         plan = resize_plan(*picture.size, self.cfg, patch_limit=self.cfg.in_patch_limit_each_frame)
