@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 PROMPT = "def read_lines(path):\n"
 TURNS = ("import os\nimport sys\n\n\ndef main(", "class Stack:\n    def __init__(self")
 UNBALANCED_SHARE = 0.12
+VISION_EVAL_TOKENS = 65536
+"""Held-out text that is scored at the end of the demo with pictures, whose subject is another."""
+TIME_LIMIT = 240.0
+VISION_TIME_LIMIT = 300.0
+"""Seconds of training after which a demo goes on with what it has, on text and on text and pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +36,19 @@ class DemoFlags:
     """Everything happens on this machine, from text that it already has; nothing is downloaded.
 
     Attributes:
-        run: name or path of the run folder; a finished one is set aside as NAME.previous.
-        steps: optimizer steps; 0 = the preset's, sized for about three minutes on two CPU cores.
-        time_limit: seconds after which training stops and saves, whatever the steps.
+        vision: train on text and drawn pictures together, then ask about pictures that were never seen.
+        run: name or path of the run folder (default: demo, or demo-vision); a finished one is set aside as NAME.previous.
+        steps: optimizer steps; 0 = the preset's, sized for about three minutes on two CPU cores (four with pictures).
+        time_limit: seconds after which training stops and saves, whatever the steps (default: 240, or 300 with pictures).
         data: files, directories or globs instead of the standard library's sources.
         seed: of weights, data order and samples.
         json: one JSON object on stdout.
     """
 
-    run: str = "demo"
+    vision: bool = False
+    run: str = ""
     steps: int = 0
-    time_limit: float = 240.0
+    time_limit: float | None = None
     data: tuple[str, ...] = ()
     seed: int = 0
     json: bool = False
@@ -49,22 +56,31 @@ class DemoFlags:
 
 def demo_config(flags: DemoFlags) -> TrainConfig:
     """The training run of the demo."""
-    base = training("nano")
-    if flags.time_limit <= 0 or flags.steps < 0:
-        raise ConfigError(f"--time-limit {flags.time_limit} must be above 0 and --steps {flags.steps} not negative")
+    base = training("nano_vision" if flags.vision else "nano")
+    limit = flags.time_limit
+    if limit is None:
+        limit = VISION_TIME_LIMIT if flags.vision else TIME_LIMIT
+    if limit <= 0 or flags.steps < 0:
+        raise ConfigError(f"--time-limit {limit} must be above 0 and --steps {flags.steps} not negative")
     steps = flags.steps or base.steps
     return replace(
-        base, steps=steps, time_limit=flags.time_limit, seed=flags.seed, data=replace(base.data, path=flags.data),
-        checkpoint=CheckpointConfig(every=max(50, steps // 4)), eval=EvalConfig(every=max(25, steps // 6), tokens=16384),
+        base, steps=steps, time_limit=limit, seed=flags.seed, data=replace(base.data, path=flags.data),
+        checkpoint=CheckpointConfig(every=max(50, steps // 4)), eval=EvalConfig(every=max(25, steps // 6), tokens=16384, final_tokens=VISION_EVAL_TOKENS if flags.vision else 0),
         probe_every=max(25, steps // 8),
     )  # fmt: skip
 
 
-def _say(text: str) -> None:
+def run_folder(flags: DemoFlags) -> RunDir:
+    """Where the demo writes."""
+    return RunDir.resolve(flags.run or ("demo-vision" if flags.vision else "demo"))
+
+
+def say(text: str) -> None:
+    """Tell what is being done, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _open(flags: DemoFlags, config: TrainConfig) -> Trainer:
+def open_trainer(flags: DemoFlags, config: TrainConfig) -> Trainer:
     """A fresh trainer, or the one that an interrupted demo left.
 
     Raises:
@@ -73,17 +89,17 @@ def _open(flags: DemoFlags, config: TrainConfig) -> Trainer:
     from perilune.cli.progress import ProgressLine
     from perilune.train.trainer import Trainer
 
-    run = RunDir.resolve(flags.run)
+    run = run_folder(flags)
     if run.exists():
         if run.latest_checkpoint() and not (run.path / "summary.json").exists() and run.read_config() == config:
-            _say(f"going on with the interrupted demo in {run.path}")
+            say(f"going on with the interrupted demo in {run.path}")
             return Trainer.from_config(None, run, resume=True, callbacks=[ProgressLine()])
         previous = run.path.with_name(run.path.name + ".previous")
         with run.lock():  # another demo that is at work here keeps its folder
             if previous.exists():
                 shutil.rmtree(previous)
             run.path.rename(previous)
-    return Trainer.from_config(config, RunDir.resolve(flags.run), callbacks=[ProgressLine()])
+    return Trainer.from_config(config, run_folder(flags), callbacks=[ProgressLine()])
 
 
 def _without_balancing(config: TrainConfig, run: RunDir) -> dict[str, Any]:
@@ -139,19 +155,23 @@ def _generate(generator: Any) -> dict[str, Any]:
 def run(args: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     flags = parse_flags(DemoFlags, args, DemoFlags(), prog="perilune demo", description=__doc__ or "")
+    if flags.vision:
+        from perilune.cli.demo_vision import run_vision
+
+        return run_vision(flags)
     began = time.perf_counter()
     config = demo_config(flags)
-    _say("1/6 text and tokenizer: Python sources of this machine" if not flags.data else "1/6 text and tokenizer")
-    trainer = _open(flags, config)
+    say("1/6 text and tokenizer: Python sources of this machine" if not flags.data else "1/6 text and tokenizer")
+    trainer = open_trainer(flags, config)
     summary = trainer.fit()
     if not summary.finished:
-        _say("stopped and saved; the same command goes on")
+        say("stopped and saved; the same command goes on")
         return 130
     result = asdict(summary)
     run_dir = trainer.run
 
     def stage(text: str, key: str, work: Callable[[], Any]) -> None:
-        _say(text)
+        say(text)
         result[key] = work()
         run_dir.write_json("summary.json", result)
 
@@ -166,11 +186,11 @@ def run(args: list[str]) -> int:
           lambda: _without_balancing(config, run_dir))  # fmt: skip
     generator = Generator(trainer.model.eval(), trainer.data.tokenizer)
     stage("4/6 generate", "generate", lambda: _generate(generator))
-    _say("5/6 a chat of two turns over HTTP")
+    say("5/6 a chat of two turns over HTTP")
     with serve_in_thread(LocalEngine(generator, name=run_dir.name)) as handle:
         result["serve"] = {"url": handle.url, **_two_turns(handle.url, run_dir.name)}
     run_dir.write_json("summary.json", result)
-    _say("6/6 report")
+    say("6/6 report")
     from perilune.report.build import build
 
     result["report"] = str(run_dir.path / "report.html")

@@ -10,6 +10,9 @@ matrices go to Muon, and cut how, is our choice; every `Treatment` carries its r
 | o_proj, q_a_proj, kv_a_proj, g_a_proj, f_a_proj, latent down and up, dense and shared MLP | Muon, whole |
 | routed experts w1, w2, w3 | Muon, one matrix an expert |
 | router, embedding, lm_head, b_proj, a_proj | AdamW with decay |
+| vision: wqkv | Muon, one matrix a head of q, of k and of v |
+| vision: wo, MLP, projector | Muon, whole |
+| vision: patch embedding, table of positions | AdamW with decay |
 | norms, convolution taps, A_log, dt_bias, AttnRes queries, anything with one row or column | AdamW without decay |
 """
 
@@ -123,6 +126,35 @@ def _whole_cuts(name: str, part: str, rows: int, cfg: ModelConfig) -> tuple[Cut,
     return tuple(Cut(a, b, b - a, 0, b - a) for a, b in spans)
 
 
+_VISION_WHOLE = ("wo", "fc0", "fc1", "0", "2")
+_VISION_ADAMW = {
+    "proj": "patch embedding: its input is pixels, like the embedding's (ours)",
+    "pos_emb": "a table of vectors, not a map (ours)",
+}
+
+
+def _vision(name: str, shape: tuple[int, ...], cfg: ModelConfig, optimizer: str) -> Treatment:
+    """Treatment of a parameter of the vision tower or the projector, by the same reasons as in the text model."""
+    assert cfg.vision is not None, f"{name}: the config has no vision"
+    part = name.split(".")[-2]
+    if len(shape) == 1:
+        return Treatment("adamw", (), False, "a vector, no decay (ours)")
+    if part in _VISION_ADAMW:
+        return Treatment("adamw", (), True, _VISION_ADAMW[part])
+    if part != "wqkv" and part not in _VISION_WHOLE:
+        raise ConfigError(f"no optimizer rule for the parameter {name} of shape {list(shape)}; add one to optim.groups")
+    if optimizer == "adamw":
+        return Treatment("adamw", (), True, "optim.name=adamw")
+    rows = shape[0]
+    if part != "wqkv":
+        return Treatment(
+            "muon", (_heads(rows, rows),), True, "MLP, projector or output of the heads: one matrix (ours)"
+        )
+    if optimizer == "muon":
+        return Treatment("muon", (_heads(rows, cfg.vision.head_dim),), True, "one matrix a head (report §2.5)")
+    return Treatment("muon", (_heads(rows, rows // 3),), True, "optim.name=muon_whole")
+
+
 def treatment(name: str, shape: tuple[int, ...], cfg: ModelConfig, optimizer: str = "muon") -> Treatment:
     """Decide how the parameter `name` of shape `shape` is updated.
 
@@ -137,6 +169,8 @@ def treatment(name: str, shape: tuple[int, ...], cfg: ModelConfig, optimizer: st
     """
     if optimizer not in ("muon", "muon_whole", "adamw"):
         raise ConfigError(f"optim.name={optimizer!r} is not known; allowed: muon, muon_whole, adamw")
+    if name.startswith(("vision_tower.", "mm_projector.")):
+        return _vision(name, shape, cfg, optimizer)
     words = name.split(".")
     part = words[-2] if words[-1] == "weight" else words[-1]
     is_expert = len(shape) == 3 and part in ("w1", "w2", "w3")

@@ -58,6 +58,16 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A small picture inside the page: its `data:` address, a caption, a remark, and whether the caption is right."""
+
+    source: str
+    caption: str
+    remark: str = ""
+    right: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """Monospaced text, folded away under its title or shown as it is."""
 
@@ -68,12 +78,13 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page: a text, sentences as a list, then charts, tables, samples and blocks."""
+    """A part of the page: a text, sentences as a list, then pictures, charts, tables, samples and blocks."""
 
     anchor: str
     title: str
     text: str = ""
     points: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
@@ -119,7 +130,7 @@ def render(page: Page) -> str:
             shown.append({"key": key, "title": chart.title, "caption": chart.caption, "full": full, "height": height})
         if len(shown) % 2 and len(shown) > 1:
             shown[0]["full"] = True
-        names = ("anchor", "title", "text", "points", "tables", "samples", "blocks", "notes")
+        names = ("anchor", "title", "text", "points", "pictures", "tables", "samples", "blocks", "notes")
         sections.append({name: getattr(section, name) for name in names} | {"figures": shown})
     folder = files("perilune.report") / "templates"
     template = jinja2.Environment(

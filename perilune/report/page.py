@@ -12,6 +12,7 @@ from perilune.explain.chart import Chart
 from perilune.report import figures
 from perilune.report.collect import Run, dig
 from perilune.report.html import Block, Card, Meter, Page, Sample, Section, Table
+from perilune.report.vision import picture_cards, pictures
 
 
 def run_page(run: Run) -> Page:
@@ -35,7 +36,7 @@ def comparison_page(runs: Sequence[Run], *, details: bool) -> Page:
 
 def _renamed(section: Section, anchor: str, title: str) -> Section:
     return Section(anchor=anchor, title=title, text=section.text,
-        points=section.points, charts=section.charts, tables=section.tables,
+        points=section.points, pictures=section.pictures, charts=section.charts, tables=section.tables,
                    samples=section.samples, blocks=section.blocks, notes=section.notes)  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def _cards(run: Run) -> list[Card]:
     if isinstance(cached, (int, float)):
         cards.append(Card(label="second chat turn", value=f"{cached:.0f}", unit="tokens cached",
                           detail="Tokens of the conversation that the server did not run again."))  # fmt: skip
-    return cards
+    return cards + picture_cards(run)
 
 
 # -- sections -------------------------------------------------------------------------------------------------------
@@ -145,6 +146,7 @@ def _sections(run: Run) -> list[Section]:
     sections = [
         _section("learning", "What it learnt", "Loss over training, and the same model measured on text that it never saw.",
                  [figures.loss(run), figures.bits_per_byte(run)], "no step was recorded yet"),
+        pictures(run),
         _section("routing", "Experts", "Every token visits a few of the routed experts. " + _balancing(run),
                  [figures.routing_balance(run), figures.routing_load(run), figures.router_bias(run)],
                  "the run has no experts, or recorded no routing"),

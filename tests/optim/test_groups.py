@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perilune.config import SoftmaxConfig
-from perilune.config.presets import k2_nano, nano, tiny
+from perilune.config.presets import k2_nano, nano, nano_vision, tiny
 from perilune.errors import ConfigError
 from perilune.model.transformer import Transformer
 from perilune.optim.groups import Cut, treatment
@@ -17,6 +17,7 @@ SOFTMAX = SoftmaxConfig(num_heads=2, head_dim=32)
 MODELS = {
     "tiny": tiny(),
     "nano": nano(),
+    "nano_vision": nano_vision(),
     "k2_nano": k2_nano(),
     "gdn": replace(tiny(), mixer="gdn"),
     "softmax": replace(tiny(), mixer="softmax", global_mixer="softmax", softmax=SOFTMAX),
@@ -59,6 +60,26 @@ def test_heads_are_cut_where_the_layer_cuts_them():
     )
     assert treatment("layers.3.mixer.q_b_proj.weight", (48, 32), cfg).cuts == (Cut(0, 48, 24, 0, 24),)
     assert treatment("layers.1.ffn.experts.w1", (8, 32, 32), cfg).cuts == (Cut(0, 256, 32, 0, 32),)
+
+
+def test_the_vision_tower_follows_the_same_rules():
+    cfg = nano_vision()
+    found = {
+        name: treatment(name, shape, cfg) for name, shape in shapes(cfg).items() if name.startswith(("vision", "mm_"))
+    }
+    block = "vision_tower.encoder.blocks.0."
+    assert found[block + "wqkv.weight"].cuts == (Cut(0, 192, 16, 0, 16),)
+    assert treatment(block + "wqkv.weight", (192, 64), cfg, "muon_whole").cuts == (Cut(0, 192, 64, 0, 64),)
+    whole = {name for name, t in found.items() if t.rule == "muon" and len(t.cuts) == 1 and t.cuts[0].count == 1}
+    assert {name.removeprefix(block) for name in whole if name.startswith(block)} == {
+        "wo.weight", "mlp.fc0.weight", "mlp.fc1.weight"
+    }  # fmt: skip
+    assert {"mm_projector.proj.0.weight", "mm_projector.proj.2.weight"} < whole
+    decayed = {name.split(".")[-2] for name, t in found.items() if t.rule == "adamw" and t.decay}
+    assert decayed == {"proj", "pos_emb"}
+    assert {t.rule for name in found for t in [treatment(name, shapes(cfg)[name], cfg, "adamw")]} == {"adamw"}
+    with pytest.raises(ConfigError, match=r"no optimizer rule for the parameter vision_tower\.new\.weight"):
+        treatment("vision_tower.new.weight", (4, 4), cfg)
 
 
 def test_whole_matrix_muon_keeps_q_k_and_v_apart_but_not_the_heads():
