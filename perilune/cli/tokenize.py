@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from perilune.cli.chat_media import media_sizes
 from perilune.config.parse import parse_flags
 from perilune.errors import ConfigError, RequestError
 from perilune.rundir import RunDir
@@ -33,7 +34,7 @@ class TokenizeFlags:
         decode: token ids, separated by spaces or commas, to turn back into text, control tokens by name; `-` reads them
             from standard input.
         chat: a JSON file with a list of messages, or with a chat request (`messages`, `tools`, `tool_choice`,
-            `response_format`, `reasoning_effort`), to render as a prompt.
+            `response_format`, `reasoning_effort`), to render as a prompt; images and videos are data: URLs or files.
         tools: with --chat, a JSON file with a list of tools; it replaces those of the request.
         effort: with --chat, how much to think: low, high or max; it replaces the request's.
         thinking: with --chat, keep the thinking of the history and let the answer begin with thinking.
@@ -103,15 +104,19 @@ def _prompt(tokenizer: Tokenizer, flags: TokenizeFlags) -> Rendered:
         request = {"messages": request}
     if not isinstance(request, dict):
         raise RequestError(f"{flags.chat} holds a {type(request).__name__}; give a list of messages or a chat request")
+    messages = request.get("messages", [])
+    images, videos = media_sizes(messages, flags.chat.parent)
     effort = flags.effort if flags.effort is not None else request.get("reasoning_effort")
     return render(
         tokenizer,
-        request.get("messages", []),
+        messages,
         tools=request.get("tools") if flags.tools is None else _read_json(flags.tools),
         thinking=flags.thinking and effort != "none",
         effort=None if effort == "none" else effort,
         tool_choice=request.get("tool_choice"),
         response_format=request.get("response_format"),
+        images=images,
+        videos=videos,
         wording=Wording() if flags.wording is None else load_wording(flags.wording),
     )
 

@@ -82,6 +82,50 @@ def test_for_people_each_message_is_a_line_of_ids_and_one_of_pieces(files, capsy
     assert capsys.readouterr().out == BYTE.decode(prompt.ids, skip_special=False) + "\n"
 
 
+def user(*parts):
+    return json.dumps([{"role": "user", "content": list(parts)}])
+
+
+def test_images_and_videos_are_read_from_the_file_s_folder_and_data_urls(tmp_path, capsys):
+    """Oracle for the tokens: the published example of the resize rule, 225 x 223 pixels take 72 (architecture §8.7)."""
+    image = pytest.importorskip("PIL.Image", reason="images need pillow: pip install 'perilune[vision]'")
+    image.new("RGB", (225, 223)).save(tmp_path / "a.png")
+    frames = [image.new("L", (56, 28), 40 * n) for n in range(6)]
+    frames[0].save(tmp_path / "v.gif", save_all=True, append_images=frames[1:], duration=250, loop=0)
+    url = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    (tmp_path / "chat.json").write_text(
+        user(
+            {"type": "image_url", "image_url": {"url": "a.png"}},
+            {"type": "video", "video": f"file://{tmp_path}/v.gif"},
+            {"type": "image_url", "image_url": url},
+            {"type": "text", "text": "?"},
+        )
+    )
+    shown = "".join(ran(capsys, "--chat", str(tmp_path / "chat.json"))["pieces"])
+    picture = "<|media_begin|>image 225x223<|media_content|>" + "<|media_pad|>" * 72 + "<|media_end|>"
+    chunk = "<|media_begin|>video 56x28<|media_content|>" + "<|media_pad|>" * 2 + "<|media_end|>"
+    assert f"{picture}00:00:00.000{chunk}00:00:01.000{chunk}{picture}?" in shown
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, r"content\[0\].image_url is https://a.b/c.png, which is not fetched"),
+        ({"type": "image_url", "image_url": "data:image/png,abc"}, r"messages\[0\].content\[0\].image_url is not a base64"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,a"}, "not a base64"),
+        ({"type": "image", "image": 5}, r"content\[0\].image is of type int"),
+        ({"type": "image_url", "image_url": {"url": "none.png"}}, r"messages\[0\].content\[0\].image_url: .*none.png"),
+        ({"type": "video_url", "video_url": {"url": "bad.json"}}, r"messages\[0\].content\[0\].video_url: .*bad.json"),
+        ({"type": "image_url"}, r"content\[0\].image_url is missing"),
+    ],
+)  # fmt: skip
+def test_media_refusals(files, part, match):
+    pytest.importorskip("PIL.Image", reason="images need pillow: pip install 'perilune[vision]'")
+    (files / "chat.json").write_text(user(part))
+    with pytest.raises(RequestError, match=match):
+        tokenize.run(["--chat", "chat.json", "--tokenizer", "byte"])
+
+
 def test_a_published_rank_file(files, capsys):
     pytest.importorskip("tiktoken")
     tokens = [*(bytes([b]) for b in range(256)), b"me", b"mess", b"message", b"ss"]
