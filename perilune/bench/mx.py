@@ -16,7 +16,7 @@ from torch import Tensor
 from perilune.bench.harness import Case
 from perilune.ops.mx import dequantize_mxfp4, dequantize_mxfp8, fake_quantize, quantize_mxfp4, quantize_mxfp8
 
-SHAPES = {"cpu": ((2048, 2048),), "cuda": ((16384, 16384),)}  # rows, columns
+SHAPES = {"cpu": ((2048, 2048),), "cuda": ((8192, 8192),)}  # rows, columns
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CODE_BYTES = {"mxfp4": 0.5, "mxfp8": 1.0}  # of an element
 QUANTIZE = {"mxfp4": quantize_mxfp4, "mxfp8": quantize_mxfp8}
@@ -78,8 +78,8 @@ def cases(device: str) -> Iterator[Case]:
                         dtype: torch.dtype = dtype,
                         shape: tuple[int, int] = (rows, columns),
                     ) -> Pair:
-                        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-                        return pair(x.to(device, dtype), block_format)
+                        x = torch.randn(*shape, generator=torch.Generator(device).manual_seed(0), device=device)
+                        return pair(x.to(dtype), block_format)
 
                     yield Case(
                         name=f"{name}_{block_format}_{dtype_name}",
