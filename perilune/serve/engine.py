@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from perilune.serve.request import Delta, SamplingParams, Timing, Usage
+from perilune.serve.request import ChatOptions, Delta, SamplingParams, Timing, Usage
 
 
 class Job(Protocol):
@@ -43,8 +43,19 @@ class Engine(Protocol):
     name: str
     context_length: int
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, n: int = 1) -> Job:
-        """`n` answers to a conversation. RequestError if it cannot be rendered or leaves no room for an answer."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        n: int = 1,
+        options: ChatOptions | None = None,
+    ) -> Job:
+        """`n` answers to a conversation.
+
+        Raises:
+            RequestError: it cannot be rendered, leaves no room for an answer, or has options that the model or its
+                grammar cannot keep.
+        """
         ...
 
     def complete(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, n: int = 1) -> Job:

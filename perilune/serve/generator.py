@@ -19,8 +19,9 @@ from torch import Tensor
 from perilune.model import ModelState, Transformer
 from perilune.serve.reader import Reader, TextReader
 from perilune.serve.request import Delta, FieldError, FinishReason, SamplingParams, Usage
-from perilune.serve.sampling import Sampler
+from perilune.serve.sampling import Sampler, allowed_only
 from perilune.tokenizer import Tokenizer
+from perilune.tokenizer.xtml.grammar_mask import Constraint
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Answer:
 
     Attributes:
         token_ids: drawn so far, the end token included.
+        constraint: what the row may still say; None = anything.
         finish_reason: None while the row goes on.
         state: after the prompt and all drawn tokens but the last; set when the row ends, if states are kept.
     """
@@ -53,6 +55,7 @@ class Answer:
     index: int
     params: SamplingParams
     reader: Reader
+    constraint: Constraint | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     state: ModelState | None = None
@@ -137,6 +140,7 @@ class Generator:
         params: Sequence[SamplingParams],
         *,
         readers: Sequence[Reader] | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
         stream: Sequence[int] | None = None,
         keep_states: bool = False,
     ) -> Generation:
@@ -146,15 +150,16 @@ class Generator:
             prompts: one a row; the same `Prefix` may stand in several rows.
             params: one a row.
             readers: how ids become text; default: plain text.
+            constraints: what each row may say; None = anything.
             stream: number added to the seed of each row.
             keep_states: leave the state of a finished row in `Answer.state`.
         """
         assert len(prompts) == len(params), f"{len(prompts)} prompts, {len(params)} params"
         if readers is None:
             readers = [TextReader(self.tokenizer, p.stop) for p in params]
-        answers = [
-            Answer(index, param, reader) for index, (param, reader) in enumerate(zip(params, readers, strict=True))
-        ]
+        if constraints is None:
+            constraints = [None] * len(params)
+        answers = [Answer(index, *row) for index, row in enumerate(zip(params, readers, constraints, strict=True))]
         distinct = {id(prompt): prompt for prompt in prompts}.values()
         prompt_tokens = sum(len(prompt.ids) for prompt in distinct)
         usage = Usage(prompt_tokens, prompt_tokens - sum(prompt.run for prompt in distinct))
@@ -220,18 +225,23 @@ class Generation:
         if logits is None:
             logits = self._generator.forward([[answer.token_ids[-1]] for answer in self._active], self._state)
         self._logits = None
+        logits = allowed_only(logits, [None if a.constraint is None else a.constraint.mask() for a in self._active])
         deltas = []
         for answer, token_id in zip(self._active, self._sampler.draw(logits)):
             answer.token_ids.append(token_id)
-            text, reasoning = answer.reader.push(token_id)
+            if answer.constraint is not None:
+                answer.constraint.advance(token_id)
+            piece = answer.reader.push(token_id)
             answer.finish_reason = self._end(answer, token_id)
-            if answer.finish_reason is not None and not answer.reader.stopped:
-                last = answer.reader.finish()
-                text, reasoning = text + last[0], reasoning + last[1]
+            if answer.finish_reason is not None:
+                if not answer.reader.stopped:
+                    piece += answer.reader.finish()
                 if answer.reader.stopped:
                     answer.finish_reason = "stop"
-            if text or reasoning or answer.finish_reason is not None:
-                deltas.append(Delta(answer.index, text, answer.finish_reason, reasoning))
+                if answer.finish_reason == "stop" and answer.reader.called:
+                    answer.finish_reason = "tool_calls"
+            if piece or answer.finish_reason is not None:
+                deltas.append(Delta(answer.index, piece.text, answer.finish_reason, piece.reasoning, piece.calls))
         if any(answer.finish_reason is not None for answer in self._active):
             self._drop_finished()
         self.seconds += time.perf_counter() - began

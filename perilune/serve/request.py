@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from perilune.errors import RequestError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -88,6 +89,50 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    """What a chat request says besides its messages; all of it is checked by the engine.
+
+    Attributes:
+        tools: OpenAI tools of the whole conversation.
+        tool_choice: "auto", "none", "required", or the OpenAI object that names one function.
+        response_format: OpenAI object, or None for text.
+        thinking: think before the answer or not; None = as the model was taught.
+        effort: how much to think: low, high or max; None says nothing about it.
+        parallel_tool_calls: whether one answer may hold several calls.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    response_format: Mapping[str, Any] | None = None
+    thinking: bool | None = None
+    effort: str | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether the prompt says something behind the messages that holds for this one request."""
+        form = self.response_format
+        return self.tool_choice in ("required", "none") or (form is not None and form.get("type") != "text")
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """New text of a tool call.
+
+    Attributes:
+        position: which call of the answer, from 0.
+        arguments: a piece of the arguments' JSON; the pieces of a call joined are one JSON object, unless the answer was
+            cut inside of the call.
+        id, name: on the first delta of a call only.
+    """
+
+    position: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one answer.
@@ -95,14 +140,17 @@ class Delta:
     Attributes:
         row: which answer of the batch.
         text: what became certain; may be empty on the last delta.
-        finish_reason: None until the answer's last delta; "stop" = end token or stop string, "length" = max_tokens.
+        finish_reason: None until the answer's last delta; "stop" = end token or stop string, "length" = max_tokens,
+            "tool_calls" = end token behind at least one whole call.
         reasoning: the same for the think channel of a chat message.
+        calls: the same for its tool calls, at most one delta a call.
     """
 
     row: int
     text: str
     finish_reason: FinishReason | None = None
     reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

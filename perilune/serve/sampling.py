@@ -1,6 +1,6 @@
-"""From logits to token ids: temperature, top-k, top-p, min-p, one random stream a request.
+"""From logits to token ids: a grammar, temperature, top-k, top-p, min-p, one random stream a request.
 
-The order is: temperature, top-k, top-p of what top-k left, min-p. Each filter is a cut-off value, and every token that
+The order is: what the grammar allows, temperature, top-k, top-p of what top-k left, min-p. Each filter is a cut-off value, and every token that
 reaches the cut-off is kept, so tied tokens stay or go together and the result depends neither on how a sort orders
 ties nor on the other rows of the batch. A draw is one uniform number of the request's own CPU generator, looked up in
 the cumulative distribution in id order; the same seed gives the same tokens on every device and in every batch.
@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.errors import CheckpointError
@@ -57,6 +59,15 @@ def kept_weights(logits_NZ: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0.0:
         weights_NZ = weights_NZ.masked_fill(weights_NZ < params.min_p, 0.0)
     return weights_NZ
+
+
+def allowed_only(logits_BZ: Tensor, masks: Sequence[NDArray[np.bool_] | None]) -> Tensor:
+    """Logits with -inf for every token that a row's mask `[Z]` forbids; rows without a mask stay as they are."""
+    if all(mask is None for mask in masks):
+        return logits_BZ
+    every = np.ones(logits_BZ.shape[-1], dtype=np.bool_)
+    allowed_BZ = torch.from_numpy(np.stack([every if mask is None else mask for mask in masks]))
+    return logits_BZ.masked_fill(~allowed_BZ.to(logits_BZ.device), -math.inf)
 
 
 class Sampler:

@@ -9,7 +9,7 @@ from perilune.serve.request import Delta, FieldError, Timing, Usage
 
 
 class FakeJob:
-    """Answers with `pieces` for each row; `gate` (a semaphore) makes it wait before each piece."""
+    """Answers with `pieces` (text, or a tuple of `CallDelta`s) for each row; `gate` makes it wait before each piece."""
 
     def __init__(self, engine: FakeEngine, rows: int) -> None:
         self.engine = engine
@@ -35,13 +35,16 @@ class FakeJob:
             last = number == len(engine.pieces) - 1
             for row in range(self.rows):
                 self.usage = Usage(7, 3, self.usage.completion_tokens + 1)
-                yield Delta(row, piece, "stop" if last else None)
+                if isinstance(piece, tuple):
+                    yield Delta(row, "", "tool_calls" if last else None, calls=piece)
+                else:
+                    yield Delta(row, piece, "stop" if last else None)
         self.timing = Timing(0.5, 0.25, 8.0)
         engine.finished.set()
 
 
 class FakeEngine:
-    """See the module; `asked` lists (endpoint, prompt or messages, params, n)."""
+    """See the module; `asked` lists (endpoint, prompt or messages, params, n), `options` are those of the last chat."""
 
     name = "fake"
     context_length = 100
@@ -50,6 +53,7 @@ class FakeEngine:
         self.pieces = list(pieces)
         self.gate = gate
         self.asked = []
+        self.options = None
         self.jobs = []
         self.started = threading.Event()
         self.stopped = threading.Event()
@@ -59,10 +63,11 @@ class FakeEngine:
         self.jobs.append(FakeJob(self, rows))
         return self.jobs[-1]
 
-    def chat(self, messages, params, n=1):
+    def chat(self, messages, params, n=1, options=None):
         if len(messages) > 5:
             raise FieldError("messages has 600 tokens", "messages", "context_length_exceeded")
         self.asked.append(("chat", messages, params, n))
+        self.options = options
         return self._job(n)
 
     def complete(self, prompts, params, n=1):

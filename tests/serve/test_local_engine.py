@@ -12,9 +12,13 @@ from perilune.serve.chat_session import ChatSession
 from perilune.serve.kept_states import KeptStates
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import FieldError, SamplingParams
-from perilune.tokenizer.chat import render_chat
+from perilune.tokenizer.xtml import render
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+def render_chat(tokenizer, messages, **options) -> list[int]:
+    return render(tokenizer, messages, **options).ids
 
 
 def make(*, seed: int = 0, **options) -> LocalEngine:

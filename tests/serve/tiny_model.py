@@ -25,3 +25,32 @@ def tiny_generator(seed: int = 0, *, sharpness: float = 8.0, vocab_size: int | N
         # Control tokens are drawn only where a test wants them.
         model.lm_head.weight[256:] = 0
     return Generator(model, tokenizer, **changes)
+
+
+def talkative_generator(seed: int = 0, *, eagerness: float = 4.0, **changes) -> Generator:
+    """A generator that likes control tokens, so that what a grammar leaves open comes to an end."""
+    generator = tiny_generator(seed, sharpness=1.0, **changes)
+    forward = generator.forward
+
+    def eager(ids_BT, state):
+        logits_BZ = forward(ids_BT, state).clone()
+        logits_BZ[:, 256:] += eagerness
+        return logits_BZ
+
+    generator.forward = torch.inference_mode()(eager)
+    return generator
+
+
+def scripted_generator(script: list[int]) -> Generator:
+    """A generator whose every answer is `script`, if the most likely token is drawn."""
+    generator = tiny_generator()
+    forward, step = generator.forward, [0]
+
+    def follow(ids_BT, state):
+        logits_BZ = torch.zeros_like(forward(ids_BT, state))
+        step[0] = 0 if len(ids_BT[0]) > 1 else step[0] + 1
+        logits_BZ[:, script[min(step[0], len(script) - 1)]] = 1.0
+        return logits_BZ
+
+    generator.forward = torch.inference_mode()(follow)
+    return generator

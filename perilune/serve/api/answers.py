@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perilune.serve.request import Delta, Timing, Usage
+from perilune.serve.request import CallDelta, Delta, Timing, Usage
+
+
+@dataclass
+class WholeAnswer:
+    """All deltas of one answer together.
+
+    Attributes:
+        calls: position -> the call so far.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    calls: dict[int, CallDelta] = field(default_factory=dict)
+
+    def add(self, delta: Delta) -> None:
+        """Add new text."""
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.finish_reason = delta.finish_reason
+        for call in delta.calls:
+            first = self.calls.get(call.position, call)
+            arguments = call.arguments if first is call else first.arguments + call.arguments
+            self.calls[call.position] = CallDelta(call.position, arguments, first.id, first.name)
 
 
 class Shape(Protocol):
@@ -19,7 +44,7 @@ class Shape(Protocol):
     object: str
     chunk_object: str
 
-    def choice(self, row: int, text: str, reasoning: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
         """A whole answer."""
         ...
 
@@ -37,6 +62,13 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A tool call, or a piece of one: its id, type and name are on the first piece only."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 class ChatShape:
     """/v1/chat/completions."""
 
@@ -44,10 +76,13 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, row: int, text: str, reasoning: str, finish_reason: str | None) -> dict[str, Any]:
-        """See `Shape.choice`."""
-        message = {"role": "assistant", "content": text} | _reasoning(reasoning)
-        return {"index": row, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
+        """See `Shape.choice`. Beside calls an empty text is null, as clients expect."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text} | _reasoning(answer.reasoning)
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [_call(call) for call in answer.calls.values()]
+        return {"index": row, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
 
     def first_chunk(self, row: int) -> dict[str, Any]:
         """Who is speaking."""
@@ -56,7 +91,9 @@ class ChatShape:
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See `Shape.chunk`."""
-        change = ({"content": delta.text} if delta.text else {}) | _reasoning(delta.reasoning)
+        change: dict[str, Any] = ({"content": delta.text} if delta.text else {}) | _reasoning(delta.reasoning)
+        if delta.calls:
+            change["tool_calls"] = [{"index": call.position} | _call(call) for call in delta.calls]
         return {"index": delta.row, "delta": change, "logprobs": None, "finish_reason": delta.finish_reason}
 
 
@@ -67,9 +104,9 @@ class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, row: int, text: str, reasoning: str, finish_reason: str | None) -> dict[str, Any]:
+    def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
         """See `Shape.choice`."""
-        return {"index": row, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": row, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
 
     def first_chunk(self, row: int) -> None:
         """Nothing: there is no speaker."""
@@ -77,7 +114,7 @@ class CompletionShape:
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See `Shape.chunk`."""
-        return self.choice(delta.row, delta.text, "", delta.finish_reason)
+        return {"index": delta.row, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

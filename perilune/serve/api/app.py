@@ -20,9 +20,10 @@ from starlette.types import ASGIApp
 from perilune import __version__
 from perilune.errors import PeriluneError
 from perilune.serve.api.access import Access
-from perilune.serve.api.answers import ChatShape, CompletionShape, Shape, timings_body, usage_body
+from perilune.serve.api.answers import ChatShape, CompletionShape, Shape, WholeAnswer, timings_body, usage_body
+from perilune.serve.api.chat_protocol import ChatRequest
 from perilune.serve.api.envelope import APIError, json_response, on_error
-from perilune.serve.api.protocol import ChatRequest, CompletionRequest, Sampling, decode, sampling_params
+from perilune.serve.api.protocol import CompletionRequest, Sampling, decode, sampling_params
 from perilune.serve.api.sse import DONE, HEARTBEAT, EventStream, event, unless_disconnected
 from perilune.serve.engine import Engine, Job
 from perilune.serve.request import Delta, SamplingParams
@@ -98,7 +99,8 @@ class _Server:
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         asked, params, n = await self._read(request, ChatRequest)
-        return await self._answer(request, asked, self.engine.chat(asked.conversation(), params, n), ChatShape(), n)
+        job = self.engine.chat(asked.conversation(), params, n, asked.options())
+        return await self._answer(request, asked, job, ChatShape(), n)
 
     async def complete(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
@@ -187,14 +189,11 @@ async def _deltas(stream: JobStream, rows: int, heartbeat: float | None) -> Asyn
 
 
 async def _collect(stream: JobStream, shape: Shape, rows: int) -> list[dict[str, Any]]:
-    text, reasoning = [""] * rows, [""] * rows
-    finish: list[str | None] = [None] * rows
+    answers = [WholeAnswer() for _ in range(rows)]
     async for delta in _deltas(stream, rows, None):
         if delta is not None:
-            text[delta.row] += delta.text
-            reasoning[delta.row] += delta.reasoning
-            finish[delta.row] = delta.finish_reason
-    return [shape.choice(row, text[row], reasoning[row], finish[row]) for row in range(rows)]
+            answers[delta.row].add(delta)
+    return [shape.choice(row, answer) for row, answer in enumerate(answers)]
 
 
 def create_app(

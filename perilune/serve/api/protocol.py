@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -57,76 +57,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     def token_limit(self) -> tuple[str, int | None]:
         """(field, most tokens of an answer) as the client wrote them."""
         return "max_tokens", self.max_tokens
-
-
-class TextPart(msgspec.Struct):
-    """One part of a message's content; only text is understood."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-    def plain(self, where: str) -> dict[str, Any]:
-        """The message as the chat renderer takes it; `where` is its path for error messages."""
-        content: Any = self.content
-        if content is None:
-            raise FieldError(f"{where}.content is missing; give a string or a list of text parts", f"{where}.content")
-        if not isinstance(content, str):
-            for index, part in enumerate(content):
-                if part.type != "text" or part.text is None:
-                    raise FieldError(
-                        f'{where}.content[{index}] has type {part.type!r}; this server reads {{"type": "text", "text": …}} only',
-                        f"{where}.content[{index}]",
-                    )
-            content = "".join(part.text for part in content)
-        optional = {"name": self.name, "reasoning": self.reasoning_content or self.reasoning}
-        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value}
-
-
-class ChatRequest(Sampling, kw_only=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    def unsupported(self) -> list[tuple[str, bool]]:
-        """See `Sampling.unsupported`."""
-        return [
-            *Sampling.unsupported(self),
-            ("tools", bool(self.tools)),
-            ("tool_choice", self.tool_choice not in (None, "none", "auto")),
-            ("functions", bool(self.functions)),
-            ("response_format", self.response_format is not None and self.response_format.get("type") != "text"),
-            ("logprobs", bool(self.logprobs)),
-            ("top_logprobs", bool(self.top_logprobs)),
-        ]
-
-    def token_limit(self) -> tuple[str, int | None]:
-        """The newer name wins."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """Messages as the chat renderer takes them."""
-        if not self.messages:
-            raise FieldError("messages is empty; give at least one message", "messages")
-        return [message.plain(f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
 class CompletionRequest(Sampling, kw_only=True):

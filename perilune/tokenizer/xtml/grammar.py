@@ -28,14 +28,18 @@ MOST_CALLS = 32
 
 
 def needs_grammar(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], response_format: Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any],
+    response_format: Mapping[str, Any] | None,
+    *,
+    parallel: bool = True,
 ) -> bool:
     """Whether a request promises something about its answer that only a grammar can keep."""
     if response_format is not None and response_format.get("type") in ("json_object", "json_schema"):
         return True
-    if tool_choice == "none":
+    if not tools or tool_choice == "none":
         return False
-    return bool(tools) and (tool_choice != "auto" or any(tool["function"].get("strict") is True for tool in tools))
+    return tool_choice != "auto" or not parallel or any(tool["function"].get("strict") is True for tool in tools)
 
 
 def answer_mask(tokenizer: Tokenizer, **request: Any) -> TokenMask:
