@@ -207,7 +207,7 @@ def test_bombs_are_refused_from_their_header():
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:Truncated File Read")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 def test_damaged_files_are_refused_and_never_crash(form, count):
     """Cut at every length and with bytes changed at random: an error of ours, or a picture of the right size."""
@@ -229,6 +229,24 @@ def test_damaged_files_are_refused_and_never_crash(form, count):
         else:
             assert len(found.patches) == math.prod(found.grid)
     assert refused > 0
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_does_not_cost_the_picture(form, count):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E], exif[0x011A] = 6, "words", 72.0
+    whole = exif.tobytes()
+    random = np.random.default_rng(0)
+    sizes = set()
+    for _ in range(count(full=2000, reduced=100)):
+        damaged = bytearray(whole)
+        for at in random.integers(6, len(damaged), random.integers(1, 6)):
+            damaged[at] = random.integers(0, 256)
+        found = PROCESSOR.process(stored(Image.new("RGB", (20, 12)), form, exif=bytes(damaged)))
+        sizes.add(found.original_size)
+    assert sizes == {(20, 12), (12, 20)}
 
 
 def test_what_is_no_image_is_refused_with_what_to_give(tmp_path):

@@ -3,7 +3,7 @@
 Files are recognised by content among a short list of formats without external programs. The size in the header is checked
 before any pixel is decoded. Transparency of every kind (alpha, palette entries, one transparent colour) becomes RGBA.
 A photo is turned upright by its EXIF orientation, as every viewer shows it, and its size is the turned one; what the
-published processor does with the tag is not known to us.
+published processor does with the tag is not known to us. EXIF data that cannot be read leave it as stored.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULT_FRAME_MS = 100.0
 
 def _pillow() -> Any:
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise RequestError("image input needs pillow, which is not installed: pip install perilune[vision]") from None
-    return Image, ImageOps
+    return Image
 
 
 def check_size(width: int, height: int, max_pixels: int, name: str) -> None:
@@ -52,7 +52,7 @@ def check_size(width: int, height: int, max_pixels: int, name: str) -> None:
 
 def _open(source: bytes | Path, max_pixels: int) -> tuple[Any, str]:
     """Open a file without decoding it; returns the image and its name for messages."""
-    Image, _ = _pillow()
+    Image = _pillow()
     Image.init()
     name = f"the image of {len(source):,} bytes" if isinstance(source, bytes) else str(source)
     try:
@@ -87,9 +87,23 @@ def _decoded(image: Any, name: str) -> Any:
     return image
 
 
+def _upright(image: Any) -> Any:
+    """Turn by the EXIF orientation; only that tag is read, for the rest may hold anything."""
+    turns = _pillow().Transpose
+    try:
+        orientation = image.getexif().get(0x0112)
+    except Exception:
+        return image
+    for number, turn in ((2, turns.FLIP_LEFT_RIGHT), (3, turns.ROTATE_180), (4, turns.FLIP_TOP_BOTTOM), (5, turns.TRANSPOSE),
+                         (6, turns.ROTATE_270), (7, turns.TRANSVERSE), (8, turns.ROTATE_90)):  # fmt: skip
+        if orientation == number:
+            return image.transpose(turn)
+    return image
+
+
 def _plain(image: Any, name: str) -> Any:
     """A decoded image as L, RGB or RGBA."""
-    Image, _ = _pillow()
+    Image = _pillow()
     mode = image.mode
     if mode in ("RGB", "L") and "transparency" not in image.info:
         return image
@@ -112,7 +126,7 @@ def _plain(image: Any, name: str) -> Any:
 
 
 def _from_array(array: np.ndarray) -> Any:
-    Image, _ = _pillow()
+    Image = _pillow()
     grey = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1)
     if array.dtype != np.uint8 or not (grey or (array.ndim == 3 and array.shape[2] in (3, 4))):
         raise RequestError(
@@ -134,7 +148,7 @@ def load_image(source: ImageInput, max_pixels: int) -> Image:
     Raises:
         RequestError: it is no image, damaged, empty, too large, or of an unusable type.
     """
-    Image, ImageOps = _pillow()
+    Image = _pillow()
     if isinstance(source, np.ndarray):
         image, name = _from_array(source), "the array"
     elif isinstance(source, (bytes, Path)):
@@ -147,7 +161,7 @@ def load_image(source: ImageInput, max_pixels: int) -> Image:
             f"a {type(source).__name__} is no image; give a PIL image, bytes of a file, a pathlib.Path, or a uint8 array{hint}"
         )
     check_size(*image.size, max_pixels, name)
-    return _plain(ImageOps.exif_transpose(_decoded(image, name)), name)
+    return _plain(_upright(_decoded(image, name)), name)
 
 
 def animation_frames(source: bytes | Path, max_pixels: int, max_video_pixels: int) -> Iterator[tuple[float, Image]]:
