@@ -44,7 +44,11 @@ def talkative_generator(seed: int = 0, *, eagerness: float = 4.0, **changes) -> 
 def scripted_generator(script: list[int]) -> Generator:
     """A generator whose every answer is `script`, if the most likely token is drawn."""
     generator = tiny_generator()
-    forward, step = generator.forward, [0]
+    forward, start, step = generator.forward, generator.start, [0]
+
+    def restart(*arguments, **options):
+        step[0] = 0
+        return start(*arguments, **options)
 
     def follow(ids_BT, state):
         logits_BZ = torch.zeros_like(forward(ids_BT, state))
@@ -52,5 +56,5 @@ def scripted_generator(script: list[int]) -> Generator:
         logits_BZ[:, script[min(step[0], len(script) - 1)]] = 1.0
         return logits_BZ
 
-    generator.forward = torch.inference_mode()(follow)
+    generator.forward, generator.start = torch.inference_mode()(follow), restart
     return generator
