@@ -120,7 +120,8 @@ def test_calls_of_an_unconstrained_model():
     with scripted_client({"role": "assistant", "content": "so", "tool_calls": calls}) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         options = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 500}
-        choice = client.chat.completions.create(**options, tools=[TOOL]).choices[0]
+        loose = {"type": "function", "function": {"name": "Weather"}}
+        choice = client.chat.completions.create(**options, tools=[loose]).choices[0]
         assert choice.message.content == "so" and choice.finish_reason == "tool_calls"
         assert [json.loads(c.function.arguments) for c in choice.message.tool_calls] == [arguments] * 2
         assert [c.function.name for c in choice.message.tool_calls] == ["Weather", "rm"]
