@@ -129,6 +129,32 @@ def test_frames_of_an_animated_file_are_decoded_as_they_are_needed():
         small.process_video(data.getvalue())
 
 
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_damaged_animations_are_refused_and_never_crash(form, count):
+    pictures = [Image.fromarray(np.random.randint(0, 256, (12, 20, 3), dtype=np.uint8)) for _ in range(5)]
+    data = io.BytesIO()
+    pictures[0].save(data, form, save_all=True, append_images=pictures[1:], duration=100)
+    whole = data.getvalue()
+    processor = ImageProcessor(replace(PROCESSOR.cfg, max_pixels=100_000))
+    random = np.random.default_rng(0)
+    refused = 0
+    for attempt in range(count(full=3000, reduced=80)):
+        damaged = bytearray(whole)
+        if attempt % 2:
+            damaged = damaged[: random.integers(0, len(damaged))]
+        else:
+            for at in random.integers(0, len(damaged) if attempt % 4 else 200, 8):
+                damaged[at] = random.integers(0, 256)
+        try:
+            for chunk in processor.process_video(bytes(damaged)):
+                assert len(chunk.patches) == math.prod(chunk.grid)
+        except RequestError:
+            refused += 1
+    assert refused > 0
+
+
 def test_what_is_no_video_is_refused():
     for arguments, words in (
         ({"fps": None}, "exactly one of fps"),

@@ -171,21 +171,26 @@ def animation_frames(source: bytes | Path, max_pixels: int, max_video_pixels: in
         RequestError: as `load_image`; or all frames together have more than `max_video_pixels`.
     """
     image, name = _open(source, max_pixels)
+    try:
+        count = getattr(image, "n_frames", 1)  # looks through the whole file
+    except Exception as error:
+        raise RequestError(
+            f"{name} is damaged or cut off ({type(error).__name__}: {error}); send the whole file"
+        ) from None
     milliseconds, pixels = 0.0, 0
-    for index in range(getattr(image, "n_frames", 1)):
+    for index in range(count):
         try:
             image.seek(index)
-        except EOFError:
-            return
         except Exception as error:
             raise RequestError(f"{name} is damaged at frame {index} ({type(error).__name__}: {error})") from None
         check_size(*image.size, max_pixels, f"frame {index} of {name}")
         pixels += image.size[0] * image.size[1]
         if pixels > max_video_pixels:
             raise RequestError(
-                f"{name} has {image.n_frames} frames, of which {index + 1} have {pixels:,} pixels; at most {max_video_pixels:,} "
+                f"{name} has {count} frames, of which {index + 1} have {pixels:,} pixels; at most {max_video_pixels:,} "
                 "are decoded from one file: cut or shrink it, or raise max_video_pixels"
             )
         frame = _decoded(image, f"frame {index} of {name}").copy()
         yield milliseconds / 1000.0, _plain(frame, f"frame {index} of {name}")
-        milliseconds += float(image.info.get("duration") or 0.0) or DEFAULT_FRAME_MS
+        duration = image.info.get("duration")
+        milliseconds += float(duration) if isinstance(duration, (int, float)) and duration > 0 else DEFAULT_FRAME_MS
