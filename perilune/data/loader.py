@@ -47,6 +47,13 @@ class Batch:
         positions = torch.cat([torch.arange(first, first + image.tokens) for first, image in placed])
         return ImageBatch.collate([image for _, image in placed], positions)
 
+    def without_images(self) -> Batch:
+        """The rows of text alone; all rows, if every one has images."""
+        rows = [row for row, own in enumerate(self.images) if not own]
+        if not rows:
+            return self
+        return Batch(self.ids_BT[rows], self.targets_BT[rows], self.starts_BT[rows])
+
     def split(self, rows: int) -> list[Batch]:
         """Cut into batches of `rows` rows; the last may have fewer."""
         parts = zip(*(t.split(rows) for t in (self.ids_BT, self.targets_BT, self.starts_BT)), strict=True)

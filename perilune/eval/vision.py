@@ -207,7 +207,7 @@ def _generated(model: Transformer, tokenizer: Tokenizer, state: ModelState, last
 
 def _likeliest(
     model: Transformer, tokenizer: Tokenizer, state: ModelState, last_B1: Tensor, candidates: Sequence[str]
-) -> list[str]:
+) -> Sequence[str]:
     """Of each row the candidate whose tokens, the tag behind it included, are likeliest together."""
     endings = [[*ids, tokenizer.special.close] for ids in tokenizer.encode_batch(list(candidates))]
     count, width, rows = len(endings), max(map(len, endings)), len(last_B1)
@@ -220,4 +220,4 @@ def _likeliest(
     ids[:, 0] = last_B1.flatten().repeat_interleave(count)
     forked = state.select([row for row in range(rows) for _ in range(count)])
     nats = model.token_nats(ids, targets, forked).double().sum(-1).view(rows, count)
-    return [candidates[choice] for choice in nats.argmin(-1).tolist()]
+    return [candidates[int(choice)] for choice in nats.argmin(-1)]

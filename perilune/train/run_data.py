@@ -13,11 +13,11 @@ from perilune.config.train import TrainConfig
 from perilune.data.corpus import read_paths, standard_library
 from perilune.data.curriculum import Curriculum
 from perilune.data.document import Corpus
+from perilune.data.drawn import Catalogue, DocumentWriter, DrawnSource, kinds
 from perilune.data.image_input import image_processor
 from perilune.data.loader import Loader
 from perilune.data.prepare import PreparedData, prepare, training_sources
 from perilune.data.shards import TokenStream
-from perilune.data.sources import Source
 from perilune.data.split import split
 from perilune.rundir import RunDir
 from perilune.tokenizer import Tokenizer, load_tokenizer
@@ -33,6 +33,7 @@ class RunData:
         held_out: documents that are never trained on.
         token_bytes: int64 `[vocabulary]`, bytes of each id, 0 for control ids.
         prepared: the cached store behind it.
+        pictures: the drawn pictures among the batches; None if there are none.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +41,7 @@ class RunData:
     held_out: TokenStream
     token_bytes: NDArray[np.int64]
     prepared: PreparedData
+    pictures: DrawnSource | None = None
 
 
 def cache_directory() -> Path:
@@ -84,13 +86,13 @@ def open_data(config: TrainConfig, run: RunDir, *, cache: Path | None = None) ->
     else:
         _describe_split(run, corpus, config, prepared)
         prepared.tokenizer.save(run.tokenizer_path)
-    data = config.data
+    data, pictures = config.data, _pictures(config, prepared)
     sources = training_sources(
         prepared,
         synthetic=data.synthetic,
         synthetic_fraction=data.synthetic_fraction,
         long_document_weight=data.long_document_weight,
-        pictures=_pictures(config, prepared),
+        pictures=pictures,
         pictures_share=data.vision.share,
     )
     curriculum = Curriculum(
@@ -99,16 +101,14 @@ def open_data(config: TrainConfig, run: RunDir, *, cache: Path | None = None) ->
         tokens_per_step=config.tokens_per_step,
     )
     loader = Loader(sources, curriculum, seed=config.seed)
-    return RunData(prepared.tokenizer, loader, prepared.held_out, prepared.token_bytes, prepared)
+    return RunData(prepared.tokenizer, loader, prepared.held_out, prepared.token_bytes, prepared, pictures)
 
 
-def _pictures(config: TrainConfig, prepared: PreparedData) -> Source | None:
+def _pictures(config: TrainConfig, prepared: PreparedData) -> DrawnSource | None:
     """The run's drawn pictures; None if it has none. ConfigError if Pillow is missing or a window is too short."""
     vision = config.data.vision
     if vision.share == 0.0:
         return None
-    from perilune.data.drawn import Catalogue, DocumentWriter, DrawnSource, kinds
-
     catalogue = Catalogue(kinds(vision.kinds), vision.image_size, config.seed)
     writer = DocumentWriter(prepared.tokenizer, image_processor(config), chat=vision.chat)
     source = DrawnSource(catalogue, writer, prepared.train)

@@ -55,7 +55,7 @@ def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
     return [(i, block.mixer) for i, block in enumerate(model.layers) if isinstance(block.mixer, GatedMLA)]
 
 
-def _loss(model: Transformer, micro: Batch) -> LossOutput:
+def batch_loss(model: Transformer, micro: Batch) -> LossOutput:
     """Forward pass of a micro-batch, images included."""
     device = model.device
     segments = Segments.from_starts(micro.starts_BT.to(device))
@@ -72,7 +72,7 @@ def _stop(model: Transformer, loss: float, micro: Batch) -> DivergedError:
     """The error for a loss that is not finite: the first bad weight, else the first bad activation."""
     where = first_bad(model.state_dict().items())
     if where is None:
-        where = first_bad_activation(model, lambda: _loss(model, micro))
+        where = first_bad_activation(model, lambda: batch_loss(model, micro))
     return DivergedError(f"the loss is {loss}; first tensor that is not finite: {where or 'the loss itself'}")
 
 
@@ -110,7 +110,7 @@ def train_step(
     nats = 0.0
     try:
         for micro in micro_batches:
-            loss = _loss(model, micro).nats / valid
+            loss = batch_loss(model, micro).nats / valid
             share = float(loss.detach())
             if not torch.isfinite(loss.detach()):
                 raise _stop(model, share, micro)

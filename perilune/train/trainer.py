@@ -29,7 +29,17 @@ from perilune.optim.schedule import multiplier
 from perilune.quant import apply_qat
 from perilune.rundir import RunDir, config_hash
 from perilune.train.allocator import keep_large_blocks
-from perilune.train.callbacks import Callback, Evaluation, Interrupt, Metrics, Probes, Sample, Saving, TimeLimit
+from perilune.train.callbacks import (
+    Callback,
+    Evaluation,
+    Interrupt,
+    Metrics,
+    Pictures,
+    Probes,
+    Sample,
+    Saving,
+    TimeLimit,
+)
 from perilune.train.environment import describe
 from perilune.train.heldout import HeldOutResult
 from perilune.train.mfu import measure_matmul_peak, mfu
@@ -103,6 +113,7 @@ class Trainer:
             Metrics(),
             TimeLimit(),
             Evaluation(),
+            Pictures(),
             Sample(),
             Probes(),
             Interrupt(),

@@ -22,9 +22,6 @@ from perilune.data.packing import IGNORE, PlacedImage
 from perilune.tokenizer import Tokenizer
 from perilune.tokenizer.xtml import Image, ImageSize, encode_segments, expand, render
 
-WHAT = "what"
-"""`Question.about` of questions for everything that there is."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageDocument:
@@ -103,11 +100,11 @@ class DocumentWriter:
         return _document(np.array(prompt.ids), np.array(prompt.loss_mask), PlacedImage(prompt.media[0].start, image))
 
     def _question(self, drawing: Drawing, choice: int) -> Question:
-        """Half of the questions are for everything that there is, where the picture has both sorts."""
-        whole = [question for question in drawing.questions if question.about == WHAT]
-        parts = [question for question in drawing.questions if question.about != WHAT]
-        asked = whole if whole and (choice % 2 == 0 or not parts) else parts
-        return asked[choice // 2 % len(asked)]
+        """Everything that can be asked comes equally often, in any of its wordings."""
+        subjects = list(dict.fromkeys(question.about for question in drawing.questions))
+        about = subjects[choice % len(subjects)]
+        wordings = [question for question in drawing.questions if question.about == about]
+        return wordings[choice // len(subjects) % len(wordings)]
 
 
 def _size(image: ProcessedImage) -> ImageSize:

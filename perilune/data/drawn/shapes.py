@@ -36,8 +36,8 @@ class OneShape:
     name = "shape"
 
     def attributes(self, rng: np.random.Generator, width: int, height: int) -> dict[str, Any]:
-        """See `Kind`. The radius is 0.2 to 0.45 of the shorter side; the object lies wholly inside."""
-        radius = float(rng.uniform(0.2, 0.45)) * min(width, height)
+        """See `Kind`. The radius is 0.25 to 0.45 of the shorter side; the object lies wholly inside."""
+        radius = float(rng.uniform(0.25, 0.45)) * min(width, height)
         x, y = (float(rng.uniform(radius, side - radius)) for side in (width, height))
         thing = objects.choose(rng, x, y, radius)
         return {"width": width, "height": height, "paper": paper(rng, [thing["paint"]]), "object": thing}
@@ -60,7 +60,7 @@ class OneShape:
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
         """What it is, its shape, its colour, its place, its size."""
         thing, sides = attributes["object"], (attributes["width"], attributes["height"])
-        large = thing["radius"] > 0.325 * min(sides)
+        large = thing["radius"] > 0.35 * min(sides)
         return (
             *(Question("what", text, self.captions(attributes)[0]) for text in WHAT),
             Question("shape", "What shape is it?", thing["shape"]),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Probes(Callback):
-    """Runs the model once, without training, on the first micro-batch of the run's data order."""
+    """Runs the model once, without training, on the text of the first micro-batch of the run's data order."""
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Probe after every N-th step."""
@@ -33,7 +33,7 @@ class Probes(Callback):
 
     @staticmethod
     def _write(trainer: Trainer) -> None:
-        batch = split_rows(trainer.data.loader.batch(0), trainer.config.microbatch_tokens)[0]
+        batch = split_rows(trainer.data.loader.batch(0).without_images(), trainer.config.microbatch_tokens)[0]
         device = trainer.model.device
         segments = Segments.from_starts(batch.starts_BT.to(device))
         found = probe(trainer.model, batch.ids_BT.to(device), segments)
