@@ -60,6 +60,8 @@ class QuantileHistogram(Balancer):
             shape = (self.num_experts, self.bins)
             self.count_EB = torch.zeros(shape, dtype=torch.int32, device=scores_NE.device)
             self.bias_E = bias_E.detach().clone()
+        elif self.count_EB.device != scores_NE.device:  # the model was moved since the last micro-batch
+            self.count_EB, self.bias_E = self.count_EB.to(scores_NE.device), self.bias_E.to(scores_NE.device)
         low, width = self.bounds(self.bias_E.to(scores_NE.dtype))
         if select(scores_NE).implementation == "native":
             native.histogram_add(self.count_EB, scores_NE, cutoff_N, valid_N, float(low), float(1 / width))
