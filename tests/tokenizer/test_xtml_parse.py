@@ -18,7 +18,8 @@ from perilune.tokenizer.xtml.events import (
     Text,
     joined,
 )
-from perilune.tokenizer.xtml.parse import Parser, parse, stop_ids
+from perilune.tokenizer.xtml.parse import Parser, parse
+from perilune.tokenizer.xtml.parse_pieces import stop_ids
 from perilune.tokenizer.xtml.parse_value import read_value
 
 SPECIAL = BYTES.special

@@ -22,7 +22,6 @@ that serve the published model differ, or leave a case open, this parser chooses
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Collection, Iterable
 
 from perilune.tokenizer.interface import Tokenizer
@@ -40,16 +39,12 @@ from perilune.tokenizer.xtml.events import (
     RawArguments,
     Text,
 )
+from perilune.tokenizer.xtml.parse_pieces import Piece, PieceReader, StopPiece
 from perilune.tokenizer.xtml.parse_result import ParsedMessage, collect
-from perilune.tokenizer.xtml.parse_tag import LONGEST_TAG, Tag, may_be_tag, read_tag
+from perilune.tokenizer.xtml.parse_tag import Tag
 from perilune.tokenizer.xtml.parse_value import TYPES, read_value
 
 _IN_CALL = ("call", "argument", "json")
-
-
-def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an assistant's message: `<|end_of_msg|>`, and `[EOS]`, which is all that a base model knows."""
-    return (tokenizer.special.end_of_msg, tokenizer.special.eos)
 
 
 def parse(tokenizer: Tokenizer, ids: Iterable[int], *, thinking: bool, tools: Collection[str] = ()) -> ParsedMessage:
@@ -68,9 +63,8 @@ class Parser:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, tools: Collection[str] = ()) -> None:
-        self._tokenizer = tokenizer
         self._special = tokenizer.special
-        self._stops = stop_ids(tokenizer)
+        self._pieces = PieceReader(tokenizer)
         self._tools = frozenset(tools)
         self._events: list[Event] = []
         # Where the next text belongs: think, response, between (think is closed, response is not open), outside,
@@ -78,9 +72,6 @@ class Parser:
         self._place = ""
         self._begun: set[Channel] = set()
         self._open_channel("think" if thinking else "response")
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._tag: bytearray | None = None
-        self._closing = False
         self._skipped, self._skipped_from = "", ""
         self._spaces = False
         self._tools_seen = False
@@ -89,7 +80,6 @@ class Parser:
         self._key, self._type = "", ""
         self._value: list[str] = []
         self._has_raw = False
-        self._bad_bytes = False
         self._ended = False
 
     def push(self, ids: Iterable[int]) -> list[Event]:
@@ -98,28 +88,18 @@ class Parser:
         Raises:
             RequestError: an id outside the vocabulary.
         """
-        special = self._special
         for token_id in ids:
             if self._ended:
                 break
-            if token_id not in special:
-                self._bytes(self._tokenizer.token_bytes(token_id))
-            elif token_id == special.sep and self._tag is not None:
-                self._end_tag()
-            else:
-                self._cut()
-                if token_id in (special.open, special.close):
-                    self._tag, self._closing = bytearray(), token_id == special.close
-                elif token_id in self._stops:
-                    self._stop(token_id)
-                else:
-                    self._problem(f"{special.name(token_id)} means nothing here")
+            for piece in self._pieces.push(token_id):
+                self._read(piece)
         return self._take()
 
     def finish(self) -> list[Event]:
         """The last events, when the output ends here."""
         if not self._ended:
-            self._cut()
+            for piece in self._pieces.cut():
+                self._read(piece)
             self._stop(None)
         return self._take()
 
@@ -130,51 +110,22 @@ class Parser:
     def _problem(self, what: str) -> None:
         self._events.append(Problem(what))
 
-    # Bytes
+    def _read(self, piece: Piece) -> None:
+        if isinstance(piece, str):
+            self._text(piece)
+        elif isinstance(piece, Problem):
+            self._events.append(piece)
+        elif isinstance(piece, StopPiece):
+            self._stop(piece.token_id)
+        else:
+            self._read_tag(piece.tag, closing=piece.closing)
 
-    def _bytes(self, data: bytes) -> None:
-        if self._tag is None:
-            self._run(data)
-            return
-        self._tag += data
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(bytes(self._tag))
-        if len(self._tag) > LONGEST_TAG or not may_be_tag(text):
-            whole, self._tag = bytes(self._tag), None
-            self._problem("a marker that begins no tag")
-            self._run(whole)
-
-    def _run(self, data: bytes, *, final: bool = False) -> None:
-        """Bytes of a run of text; the half of a character at its end is held back unless the run ends here."""
-        before = self._utf8.getstate()[0]
-        text = self._utf8.decode(data, final)
-        if "\ufffd" in text:
-            raw = before + data
-            self._bad_bytes |= raw[: len(raw) - len(self._utf8.getstate()[0])] != text.encode()
-        if text:
-            self._text(text)
-
-    def _cut(self) -> None:
-        """A control id ends the run of text; a tag that is not finished here is dropped."""
-        if self._tag is not None:
-            self._tag = None
-            self._problem("a tag that is not finished")
-        self._run(b"", final=True)
-
-    def _end_tag(self) -> None:
-        assert self._tag is not None
-        whole, self._tag = bytes(self._tag), None
-        text = whole.decode("utf-8", errors="replace")
-        if not may_be_tag(text):  # half a character at its end
-            self._problem("a marker that begins no tag")
-            self._run(whole, final=True)
-            return
-        self._bad_bytes |= whole != text.encode()
-        tag = read_tag(text)
-        if not tag.canonical or (tag.attributes and (self._closing or tag.name not in ("call", "argument", "json"))):
-            self._problem(f"the tag {text[:80]!r} is not written as the format says")
+    def _read_tag(self, tag: Tag, *, closing: bool) -> None:
+        if not tag.canonical or (tag.attributes and (closing or tag.name not in ("call", "argument", "json"))):
+            self._problem(f"the tag {tag.text[:80]!r} is not written as the format says")
         if self._place == "over":
             self._problem("text behind the closed message")
-        elif self._closing:
+        elif closing:
             self._close(tag.name)
         else:
             self._open(tag)
@@ -338,7 +289,7 @@ class Parser:
             self._go("call")
 
     def _stop(self, token_id: int | None) -> None:
-        if self._bad_bytes:
+        if self._pieces.bad_bytes:
             self._problem("bytes that are not UTF-8")
         if token_id is None:
             self._problem("cut before its end")
