@@ -42,7 +42,7 @@ def test_packed_attention_and_its_gradients(dtype, times_eps):
 
 def test_loss_with_images_equals_that_on_the_cpu():
     found, tokens = batch()
-    model, copy = (init_weights(Transformer(replace(tiny(), vision=VISION)), 0) for _ in range(2))
+    model, copy = (init_weights(Transformer(replace(tiny(), dense_layers=4, vision=VISION)), 0) for _ in range(2))
     ids = torch.randint(0, 512, (1, tokens + 10))
     targets = ids.roll(-1, 1)
     here = model.loss(ids, targets, images=found)
