@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured row; times in milliseconds, medians with the least and the largest sample."""
+    """One measured row; times in milliseconds, medians with the least and the largest sample; `extra` has other quantities."""
 
     name: str
     shape: str
@@ -79,6 +79,7 @@ class Row:
     peer_spread_ms: tuple[float, float] | None
     samples: int
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    extra: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the attributes as keys."""
@@ -249,7 +250,7 @@ def run_suite(
     Raises:
         ConfigError: the results file holds something else.
     """
-    start, done, rows = time.monotonic(), _known(results, device), []
+    start, done, rows = time.monotonic(), known(results, device), []
     for case in cases:
         row = done.get((case.name, case.shape))
         if row is None:
@@ -294,7 +295,8 @@ def read(results: Path) -> list[Row]:
     return rows
 
 
-def _known(results: Path | None, device: str) -> dict[tuple[str, str], Row]:
+def known(results: Path | None, device: str) -> dict[tuple[str, str], Row]:
+    """Rows of a results file that were measured with this code on this machine, by name and shape."""
     if results is None:
         return {}
     here = (device_name(device), versions(), commit())

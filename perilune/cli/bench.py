@@ -15,17 +15,18 @@ from perilune.errors import ConfigError
 if TYPE_CHECKING:
     from perilune.bench.harness import Row
 
-SUITES = ("kernels", "train")
+SUITES = ("kernels", "train", "formats")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """perilune bench {kernels,train}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
+    """perilune bench {kernels,train,formats}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
 
     Attributes:
         device: cpu | cuda.
         ops: kernels only: which operations; empty = all.
         peer: train only: transformers | none.
+        experts: formats only: routed experts of a layer; more of them make a larger checkpoint.
         budget: seconds after which no further row is begun; the next call goes on. 0 = all rows.
         results: .jsonl file to continue from and to append to; empty = benchmarks/results/SUITE-DEVICE.jsonl here.
         threads: CPU threads; 0 = all cores that this process may use.
@@ -35,6 +36,7 @@ class BenchFlags:
     device: str = "cpu"
     ops: tuple[str, ...] = ()
     peer: str = "transformers"
+    experts: int = 8
     budget: float = 0.0
     results: Path | None = None
     threads: int = 0
@@ -47,6 +49,10 @@ def _measure(suite: str, flags: BenchFlags, results: Path, on_row: Callable[[Row
         from perilune.bench import kernels
 
         return kernels.run(flags.device, budget, flags.ops or None, results=results, on_row=on_row)
+    if suite == "formats":
+        from perilune.bench import formats
+
+        return formats.run(flags.device, budget, flags.experts, results=results, on_row=on_row)
     from perilune.bench import train
 
     return train.run(flags.device, budget, flags.peer, results=results, on_row=on_row)
@@ -80,4 +86,6 @@ def _line(row: Row) -> str:
         text += f"   {row.peer}: {row.peer_ms:.3f} ms, ratio {row.ratio:.2f}"
     if row.bound_ms:
         text += f"   bound {row.bound_ms:.3f} ms"
+    if "peak_over_shard" in row.extra:
+        text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
     return text

@@ -15,8 +15,10 @@ from perilune.errors import CheckpointError
 from perilune.ops.mx import dequantize_mxfp4, quantize_mxfp4
 
 GROUP = 32
-ROWS_ELEMENTS = 1 << 20
-"""Elements that are re-encoded at once: the working copies are in fp64."""
+ROWS_ELEMENTS = 1 << 16
+"""Elements that are re-encoded at once, so that the working copies stay in a cache."""
+_POWER = torch.tensor([2.0 ** min(128 - scale, 127) for scale in range(256)])
+"""2^(128 - scale) by scale; from scale 1 downwards it is no fp32 number, and such scales are not used."""
 
 
 def decode(packed: Tensor, scale: Tensor, name: str) -> Tensor:
@@ -55,7 +57,8 @@ def encode(weight: Tensor, name: str, kept_scale: Tensor | None = None) -> tuple
     Raises:
         CheckpointError: the weights are not finite.
     """
-    if not bool(torch.isfinite(weight).all()):
+    low, high = torch.aminmax(weight)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise CheckpointError(
             f"{name} has {int((~torch.isfinite(weight)).sum())} values that are NaN or infinite and cannot be quantised; "
             "convert with --experts bf16 to look at them, or use an earlier checkpoint"
@@ -70,18 +73,22 @@ def encode(weight: Tensor, name: str, kept_scale: Tensor | None = None) -> tuple
 def _codes_at(weight: Tensor, scale: Tensor) -> Tensor | None:
     """Packed codes of `weight` at given scales, or None where they do not express it exactly.
 
-    Twice an E2M1 value is one of 0, 1, 2, 3, 4, 6, 8, 12; the sign of zero is kept. Any other number gets a code that decodes
-    to something else, so comparing the decoded weights is the whole check.
+    Twice an E2M1 value is one of 0, 1, 2, 3, 4, 6, 8, 12, which three caps turn into 0 … 7; the sign of zero is kept. Any other
+    number gets a code that decodes to something else, so comparing the decoded weights is the whole check.
     """
-    index = torch.tensor([0, 1, 2, 3, 4, 15, 5, 15, 6, 15, 15, 15, 7, 15], dtype=torch.uint8)
+    if int(scale.min()) < 2:  # 2^(128 - scale) is no fp32 number
+        return None
     rows = max(1, ROWS_ELEMENTS // weight.shape[1])
-    packed = []
-    for part, factors in zip(weight.split(rows), scale.split(rows)):
-        blocks = part.double().unflatten(-1, (-1, GROUP))
-        twice = torch.ldexp(blocks.abs(), 128 - factors.int()[..., None])
-        code = index[twice.clamp(max=13).to(torch.int64)] | (torch.signbit(blocks).to(torch.uint8) << 3)
-        code = code.flatten(-2)
-        packed.append(code[:, 0::2] | (code[:, 1::2] << 4))
-        if not torch.equal(dequantize_mxfp4(packed[-1], factors, torch.float32), part.float()):
+    packed = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
+    for part, factors, out in zip(weight.split(rows), scale.split(rows), packed.split(rows)):
+        wide = part.float()
+        power = _POWER[factors.int()]
+        twice = wide.abs().unflatten(-1, (-1, GROUP)).mul_(power[..., None])
+        code = twice.clamp(max=4)
+        code += (twice - 4).clamp_(0, 4).mul_(0.5)
+        code += twice.sub_(8).clamp_(0, 4).mul_(0.25)
+        bits = code.to(torch.uint8).flatten(-2).add_(torch.signbit(wide), alpha=8)
+        torch.bitwise_or(bits[:, 0::2], bits[:, 1::2] << 4, out=out)
+        if not torch.equal(dequantize_mxfp4(out, factors, torch.float32), wide):
             return None
-    return torch.cat(packed)
+    return packed

@@ -30,7 +30,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-PIECE = 1 << 24
+PIECE = 1 << 21
 """Elements that are read, cast and written at once."""
 
 
