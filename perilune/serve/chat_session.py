@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from perilune.serve.engine import Engine, Job
+from perilune.serve.messages import user_message
 from perilune.serve.request import Delta, FinishReason, SamplingParams, Timing, Usage
 
 
@@ -36,15 +38,20 @@ class ChatSession:
         """Forget the conversation; the system message stays."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def send(self, text: str) -> Iterator[Delta]:
+    def send(self, text: str, images: Sequence[Path] = ()) -> Iterator[Delta]:
         """Say something; yields the answer's text as it becomes certain.
 
         Closing the iterator stops the answer; what was said up to then stays in the conversation.
 
+        Args:
+            text: the message.
+            images: files that are shown before it.
+
         Raises:
-            RequestError: the conversation leaves no room for an answer; it is then as it was before.
+            RequestError: the conversation leaves no room for an answer, or an image cannot be read; the conversation is
+                then as it was before.
         """
-        question = {"role": "user", "content": text}
+        question = user_message(text, images)
         job = self.engine.chat([*self.messages, question], self.params)
         return self._answer(job, question)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from perilune.model import ModelState, Transformer
+from perilune.model.vision import ImageRows
+from perilune.serve.images import ShownImages
 from perilune.serve.reader import Reader, TextReader
 from perilune.serve.request import Delta, FieldError, FinishReason, SamplingParams, Usage
 from perilune.serve.sampling import Sampler, allowed_only
@@ -73,29 +75,38 @@ class Generator:
         model: in eval mode from now on; its device and compute dtype are used as they are.
         tokenizer: of the same run.
         prefill_chunk: most prompt tokens in one forward pass.
+        images: what ids below zero show; None = the model takes no images.
 
     Attributes:
         tokens_run: tokens that went through the model in all.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, prefill_chunk: int = 512) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        prefill_chunk: int = 512,
+        images: ShownImages | None = None,
+    ) -> None:
         assert prefill_chunk > 0, f"prefill_chunk={prefill_chunk}"
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
+        self.images = images
         self.tokens_run = 0
         special = tokenizer.special
         self._ends = frozenset((special.eos, special.end_of_msg))
 
     @torch.inference_mode()
-    def forward(self, ids_BT: Sequence[Sequence[int]], state: ModelState) -> Tensor:
+    def forward(self, ids_BT: Sequence[Sequence[int]], state: ModelState, images: ImageRows | None = None) -> Tensor:
         """Run `[B, T]` ids after `state`, which is advanced; returns the scores after the last, `[B, Z]`.
 
-        Z is the tokenizer's vocabulary: ids with which a model was padded beyond it mean nothing and are never drawn.
+        `images` are the rows for some of the positions. Z is the tokenizer's vocabulary: ids with which a model was padded beyond it mean nothing and are never drawn.
         """
         rows = torch.tensor(ids_BT, device=self.model.device)
         self.tokens_run += rows.numel()
-        logits = self.model(rows, state, logits="last").logits_BTZ
+        logits = self.model(rows, state, logits="last", images=images).logits_BTZ
         assert logits is not None, "logits were asked for"
         return logits[:, -1, : self.tokenizer.vocab_size]
 
@@ -103,7 +114,7 @@ class Generator:
         """Run a prompt.
 
         Args:
-            ids: the whole prompt.
+            ids: the whole prompt; ids below zero stand for rows of images.
             start: a prompt that `ids` begins with; only the rest is run, and its state is advanced, not copied.
 
         Raises:
@@ -121,9 +132,16 @@ class Generator:
             state.reserve(max(64, 1 << len(ids).bit_length()))
         logits = start.logits_1Z if start else None
         for at in range(done, len(ids), self.prefill_chunk):
-            logits = self.forward([ids[at : at + self.prefill_chunk]], state)
+            logits = self._run_chunk(ids[at : at + self.prefill_chunk], state)
         assert logits is not None and state.length == len(ids), f"{state.lengths} tokens in the state of {len(ids)}"
         return Prefix(ids, state, logits, self.tokens_run - before)
+
+    def _run_chunk(self, ids: list[int], state: ModelState) -> Tensor:
+        if min(ids) >= 0:
+            return self.forward([ids], state)
+        assert self.images is not None, "ids below zero need images"
+        pad = self.tokenizer.special.ids["<|media_pad|>"]
+        return self.forward([[token if token >= 0 else pad for token in ids]], state, self.images.rows(ids))
 
     @torch.inference_mode()
     def copy(self, prefix: Prefix) -> Prefix:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from perilune.data.image import ProcessedImage
 from perilune.errors import RequestError
 from perilune.serve.generator import Generation, Generator, Prefix
+from perilune.serve.images import sizes
 from perilune.serve.kept_states import KeptStates
 from perilune.serve.reader import ChatReader, Reader, TextReader
 from perilune.serve.request import ChatOptions, Delta, FieldError, SamplingParams, Timing, Usage
@@ -65,11 +67,15 @@ class LocalEngine:
                 "this model was not taught to think; leave reasoning_effort and thinking out", "reasoning_effort"
             )
 
+        images = self._images(messages)
+
         def prompt(messages: Sequence[Mapping[str, Any]], **more: Any) -> tuple[list[int], int]:
             rendered = render(
-                self.tokenizer, messages, tools=options.tools, thinking=thinking, effort=options.effort, **more
-            )
-            return rendered.ids, rendered.message_ends[-1]
+                self.tokenizer, messages, tools=options.tools, thinking=thinking, effort=options.effort,
+                images=sizes(images), **more,
+            )  # fmt: skip
+            shown = self.generator.images
+            return shown.placed(rendered, images) if shown and images else rendered.ids, rendered.message_ends[-1]
 
         with _naming_fields():
             ids, history = prompt(messages, tool_choice=options.tool_choice, response_format=options.response_format)
@@ -91,6 +97,25 @@ class LocalEngine:
         return LocalJob(
             self, [ids], params, n, readers, mask=mask, history=history if options.one_shot else 0, turn=turn
         )
+
+    def _images(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
+        """The images of a conversation, decoded.
+
+        Raises:
+            FieldError: one cannot be read, or the model takes no images.
+        """
+        if self.generator.images is None:
+            parts = [
+                part for message in messages for part in _parts(message) if str(part.get("type")).startswith("image")
+            ]
+            if parts:
+                raise FieldError(
+                    f"{self.name} has no vision tower and takes no images; send text, or use a run of `perilune demo --vision`",
+                    "messages",
+                )
+            return []
+        with _naming_fields():
+            return self.generator.images.load(messages)
 
     def _mask(self, tools: Sequence[Mapping[str, Any]], options: ChatOptions, *, thinking: bool) -> TokenMask | None:
         """The grammar of a request that needs one."""
@@ -136,6 +161,12 @@ class LocalEngine:
                 "context_length_exceeded",
             )
         return replace(params, max_tokens=min(params.max_tokens, room))
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of a message's content that are tables; the renderer complains about others."""
+    content = message.get("content")
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 
 
 @contextlib.contextmanager

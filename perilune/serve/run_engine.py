@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from perilune.data.image_input import image_processor
 from perilune.errors import CheckpointError, ConfigError
 from perilune.loading import load_run
 from perilune.rundir import RunDir
 from perilune.serve.generator import Generator
+from perilune.serve.images import ShownImages
 from perilune.serve.local_engine import LocalEngine
 
 
@@ -36,8 +38,9 @@ def load_engine(
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
     loaded = load_run(run, device, step)
     folder = RunDir.resolve(run)
+    images = ShownImages(loaded.model, image_processor(loaded.config)) if loaded.config.model.vision else None
     return LocalEngine(
-        Generator(loaded.model, loaded.tokenizer),
+        Generator(loaded.model, loaded.tokenizer, images=images),
         name=folder.name,
         thinking=_thinking(folder),
         context_length=context_length,
