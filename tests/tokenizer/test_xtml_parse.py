@@ -226,6 +226,15 @@ def test_a_call_that_another_tag_cuts_is_not_whole():
     assert read(answer("", tools(two))).tool_calls[0].arguments == {"a": "x", "b": "y"}
 
 
+def test_a_tag_ends_what_is_read_over():
+    """A json block behind an argument means nothing; the next call must still end the one around it."""
+    lost = [*open_tag("call", {"tool": "f", "index": "1"}), *argument("a", "number", "1"), *open_tag("json"), "{}"]
+    output = ids("r", close_tag("response"), open_tag("tools"), lost, call("f", 2), close_tag("tools"), END)
+    parser = Parser(BYTES, thinking=False, tools=("f",))
+    calls = [event for event in parser.push(output) if isinstance(event, (CallBegin, CallEnd))]
+    assert calls == [CallBegin(0, "f", "1", True), CallEnd(0, False), CallBegin(1, "f", "2", True), CallEnd(1, True)]
+
+
 def test_a_call_outside_of_tools_is_a_call():
     parsed = read("r", call("f", 1, argument("k", "string", "v")), END)
     assert parsed.content == "r" and parsed.tool_calls[0].arguments == {"k": "v"} and parsed.problems
