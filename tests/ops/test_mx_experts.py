@@ -62,7 +62,9 @@ def oracle(z, index, weight, w1, w3, w2, name="situ", beta=4.0, cap=25.0, activa
 
 @pytest.mark.parametrize("options", ACTIVATION_ARGS)
 @pytest.mark.parametrize("activations", ["none", "mxfp8"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 2.5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 2.5e-2)]
+)
 def test_packed_experts_equal_the_straight_line(dtype, tolerance, activations, options):
     z, index, weight, *w = operands()
     z, w = z.to(dtype), [x.to(dtype) for x in w]
@@ -129,7 +131,9 @@ def test_gradients_in_bfloat16_stay_near():
         out = rounded_input_experts(*inputs)
         return [out.detach(), *torch.autograd.grad(out.double().sum(), [i for i in inputs if i.is_floating_point()])]
 
-    for found, exact, given in zip(gradients(torch.clone), gradients(lambda a: a.double()), [args[0], args[0], *args[2:]]):
+    for found, exact, given in zip(
+        gradients(torch.clone), gradients(lambda a: a.double()), [args[0], args[0], *args[2:]]
+    ):
         assert found.dtype == given.dtype
         assert float((found.double() - exact).norm()) < 0.03 * float(exact.norm())
 
