@@ -325,3 +325,10 @@ def test_messages_for_the_history():
     }  # fmt: skip
     assert parsed.to_message()["tool_calls"][1]["id"] == "g:1"
     assert read("x").to_message() == {"role": "assistant", "content": "x"}
+
+
+def test_bytes_that_are_no_character_inside_a_tag():
+    head = [*ids("", close_tag("response"), open_tag("tools"), OPEN, 'call tool="f'), 0xE6, *ids('" index="1"', SEP)]
+    tail = ids(close_tag("call"), close_tag("tools"), close_tag("message"), END)
+    parsed = parse(BYTES, head + tail, thinking=False, tools=("f\ufffd",))
+    assert parsed.tool_calls[0].tool == "f\ufffd" and parsed.problems == ("bytes that are not UTF-8",)
