@@ -47,23 +47,29 @@ class FlagParser(argparse.ArgumentParser):
 
     def add_sampling(self) -> None:
         """Flags of `SamplingParams`."""
-        self.add_argument("--temperature", type=float, default=0.7)
+        self.add_argument("--temperature", type=float)
         self.add_argument("--top-k", type=int, default=0)
         self.add_argument("--top-p", type=float, default=0.95)
         self.add_argument("--min-p", type=float, default=0.0)
         self.add_argument("--seed", type=int)
         self.add_argument("--max-tokens", type=int, default=256)
 
-    def sampling(self, flags: argparse.Namespace) -> SamplingParams:
+    def sampling(self, flags: argparse.Namespace, *, temperature: float = 0.7) -> SamplingParams:
         """Parameters from the flags; a seed is chosen if none was given, so that it can be told.
+
+        Args:
+            flags: as parsed.
+            temperature: where the flags name none.
 
         Raises:
             ConfigError: a value out of range.
         """
+        if flags.temperature is not None:
+            temperature = flags.temperature
         seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
         try:
             return SamplingParams(
-                temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p, seed=seed,
+                temperature=temperature, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p, seed=seed,
                 max_tokens=flags.max_tokens, stop=tuple(getattr(flags, "stop", ())),
             )  # fmt: skip
         except FieldError as error:
