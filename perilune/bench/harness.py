@@ -30,7 +30,7 @@ import torch
 from perilune import __version__
 from perilune.errors import ConfigError
 
-PEERS = ("transformers", "fla")
+PEERS = ("transformers", "fla", "torchao")
 SAMPLES = 9
 MIN_SAMPLES = 3
 ROW_SECONDS = 4.0  # stop sampling a row after this, once MIN_SAMPLES are in

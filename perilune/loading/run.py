@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from perilune.loading.loaded import LoadedRun
 from perilune.loading.published import load_published
 from perilune.model.hf import is_published
 from perilune.model.transformer import Transformer
+from perilune.quant import apply_qat, quantize_experts
 from perilune.rundir import RunDir
 from perilune.tokenizer import load_tokenizer
 
@@ -47,6 +49,10 @@ def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step:
         )
     model = Transformer(config.model)
     checkpoint.load_model(folder, model)
+    # A quantised run computes here as it did in training: weights rounded once, inputs in every product.
+    if config.quant.weights == "mxfp4":
+        quantize_experts(model, config.quant.rule)
+    apply_qat(model, replace(config.quant, weights="none"))
     return LoadedRun(model.to(device).eval(), tokenizer, config)
 
 

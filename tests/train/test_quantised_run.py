@@ -9,6 +9,7 @@ from perilune.config import CheckpointConfig, QuantConfig
 from perilune.config.parse import parse_flags
 from perilune.config.train import TrainConfig
 from perilune.errors import ConfigError
+from perilune.loading import load_run
 from perilune.ops.mx import fake_quantize
 from perilune.train.callbacks import Callback
 
@@ -33,7 +34,9 @@ def test_a_quantised_run_learns_and_resumes_bit_for_bit(start, with_):
     plain.fit()
     assert summary.train["loss_last"] < summary.train["loss_first"] - 0.5
     first = [run.run.read_metrics("train")[0]["loss"] for run in (whole, plain)]
-    assert first[0] != first[1] and first[0] == pytest.approx(first[1], abs=0.02), "rounding changes a little, from step 1"
+    assert first[0] != first[1] and first[0] == pytest.approx(first[1], abs=0.02), (
+        "rounding changes a little, from step 1"
+    )
 
     start("cut", config, callbacks=[StopAt(5)]).fit()
     resumed = start("cut", None, resume=True)
@@ -41,6 +44,10 @@ def test_a_quantised_run_learns_and_resumes_bit_for_bit(start, with_):
     resumed.fit()
     for (name, ours), theirs in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
+    loaded = load_run(whole.run.path).model
+    ids = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits_BTZ, whole.model.eval()(ids).logits_BTZ), "served as it was trained"
     weight = whole.model.moe_layers()[0].experts.w1.detach()
     assert not torch.equal(fake_quantize(weight, "mxfp4", "even"), weight), "masters keep their precision"
     with pytest.raises(ConfigError, match="quant.weights: the run has 'mxfp4', now 'none'"):
