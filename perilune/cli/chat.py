@@ -76,7 +76,7 @@ def _check_image(path: Path) -> None:
     ImageProcessor().process(path)
 
 
-def _talk(session: ChatSession, images: list[Path]) -> int:
+def _talk(session: ChatSession, images: Sequence[Path] = ()) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for input()
     print(
@@ -96,7 +96,7 @@ def _talk(session: ChatSession, images: list[Path]) -> int:
             return 0
         if text == "/reset":
             session.reset()
-            images = []
+            images = ()
             print("(forgotten)", file=sys.stderr)
         elif text.split(maxsplit=1)[:1] == ["/image"]:
             images = [*images, *_shown(text)]
@@ -104,7 +104,7 @@ def _talk(session: ChatSession, images: list[Path]) -> int:
             print(f"unknown command {text.split()[0]}; there are /image FILE, /reset and /quit", file=sys.stderr)
         elif text:
             try:
-                shown, images = images, []
+                shown, images = images, ()
                 _say(session, text, shown)
             except KeyboardInterrupt:
                 print("\n(stopped)", file=sys.stderr)

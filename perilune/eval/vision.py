@@ -19,7 +19,7 @@ from torch import Tensor
 from perilune.config import TrainConfig
 from perilune.data.drawn import Catalogue, DocumentWriter, Drawing, ImageDocument, kinds
 from perilune.data.drawn.canvas import COLOURS
-from perilune.data.drawn.objects import SHAPES
+from perilune.data.drawn.objects import SHAPES, with_article
 from perilune.data.image_input import image_processor
 from perilune.data.packing import IGNORE
 from perilune.errors import RequestError
@@ -34,7 +34,10 @@ BATCH = 64
 MAX_ANSWER = 24
 """Tokens after which a generated answer is cut."""
 
-CANDIDATES: dict[str, tuple[str, ...]] = {"shape": SHAPES, "colour": tuple(COLOURS)}
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "shape": tuple(with_article(shape) for shape in SHAPES),
+    "colour": tuple(COLOURS),
+}
 """The possible answers by what is asked, where there are few."""
 
 

@@ -63,7 +63,7 @@ class OneShape:
         large = thing["radius"] > 0.35 * min(sides)
         return (
             *(Question("what", text, self.captions(attributes)[0]) for text in WHAT),
-            Question("shape", "What shape is it?", thing["shape"]),
+            Question("shape", "What shape is it?", objects.with_article(thing["shape"])),
             Question("colour", "What colour is it?", thing["colour"]),
             Question("place", "Where is it?", place(thing["x"], thing["y"], *sides)),
             Question("size", "Is it large or small?", "large" if large else "small"),
