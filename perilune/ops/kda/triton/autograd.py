@@ -1,0 +1,136 @@
+"""The KDA kernels as one differentiable function: what is kept between the passes, and the launches of the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from perilune.ops.kda.arguments import Arguments
+from perilune.ops.kda.triton import configs
+from perilune.ops.kda.triton.backward import backward_kernel
+from perilune.ops.kda.triton.launch import Setting, flat, forward, planned, prepare, state_strides
+from perilune.ops.kda.triton.plan import Plan
+from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
+from perilune.ops.kda.triton.segments import fold_kernel
+
+
+def kda_triton(args: Arguments) -> tuple[Tensor, Tensor | None]:
+    """Run the kernels. Returns `(o [B, T, HV, V] in q's dtype, final state in the caller's layout or None)`."""
+    inputs = (args.q, args.k, args.v, args.g, args.beta, args.A_log, args.dt_bias, args.initial_state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return _Function.apply(*inputs, Setting.of(args, keep))
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
+        dt_bias: Tensor | None, state: Tensor | None, s: Setting,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        o, final, U, S, M = forward(*(flat(x) for x in (q, k, v, g, beta)), A_log, dt_bias, state, s)
+        if s.keep:
+            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, state, U, S, M)
+        ctx.setting = s
+        return o.view(v.shape), final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, g, beta, A_log, dt_bias, state, U, S, M = ctx.saved_tensors
+        s: Setting = ctx.setting
+        grads = backward(
+            *(flat(x) for x in (q, k, g, beta, do)), A_log, dt_bias, d_final, U, S, M, s, state is not None
+        )
+        dq, dk, dv, dg, dbeta, dA_log, d_bias, d_state = grads
+        return (
+            dq.view(q.shape),
+            dk.view(k.shape),
+            dv.view(do.shape),
+            dg.view(g.shape),
+            dbeta.view(beta.shape),
+            dA_log,
+            None if d_bias is None else d_bias.view(dt_bias.shape),
+            d_state,
+            None,
+        )
+
+
+def backward(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    d_final: Tensor | None, U: Tensor, S: Tensor, M: Tensor | None, s: Setting, wants_state: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Flattened inputs. Gradients of q, k, v, g, beta, A_log, dt_bias and the entry state, those absent None."""
+    tokens, heads, value_dim = do.shape
+    key_dim, qk_heads = q.shape[-1], q.shape[1]
+    p, bv = planned(s, heads, value_dim, do.device)
+    E, d_state, dS = _scan(q, k, g, beta, do, A_log, dt_bias, d_final, M, p, bv, s, wants_state)
+
+    grouped = torch.float32 if heads != qk_heads else q.dtype
+    dq, dk = (torch.empty(tokens, heads, key_dim, dtype=grouped, device=q.device) for _ in range(2))
+    dz = torch.empty(tokens, heads, key_dim, dtype=g.dtype, device=q.device)
+    dbeta = torch.empty(tokens, heads, dtype=beta.dtype, device=q.device)
+    dA = torch.empty(p.chunk_count, heads, dtype=torch.float32, device=q.device) if A_log is not None else None
+    bias = torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device) if dt_bias is not None else None
+    if p.chunk_count:
+        backward_kernel[(p.chunk_count * heads,)](
+            q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
+            s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale,
+            *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), *do.stride()[:2],
+            heads, heads // qk_heads,
+            K=key_dim, V=value_dim, L2=s.l2_norm, GATE=s.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None,
+            SIGMOID=s.beta_sigmoid, BOUNDED=s.bounded, BLOCK_K=min(32, key_dim // 2), **configs.BACKWARD,
+        )  # fmt: skip
+    if heads != qk_heads:
+        dq, dk = (x.unflatten(1, (qk_heads, -1)).sum(2).to(q.dtype) for x in (dq, dk))
+    return (
+        dq,
+        dk,
+        E.to(q.dtype),
+        dz,
+        dbeta,
+        None if dA is None else dA.sum(0).to(A_log.dtype),
+        None if bias is None else bias.sum(0).to(dt_bias.dtype),
+        d_state,
+    )
+
+
+def _scan(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    d_final: Tensor | None, M: Tensor | None, p: Plan, bv: int, s: Setting, wants_state: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """E, the gradient of the entry state, and dS of every chunk."""
+    tokens, heads, value_dim = do.shape
+    key_dim = q.shape[-1]
+    x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
+    E = torch.empty(tokens, heads, value_dim, dtype=x.Qd.dtype, device=q.device)
+    dS = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
+    inner = (value_dim, key_dim) if s.state_v_first else (key_dim, value_dim)
+    d_state = (
+        torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=q.device) if wants_state else None
+    )
+    none = (0, 0, 0, 0)
+
+    def scan(width: int, source: Tensor | None, v_first: bool, target: Tensor | None, **flags: bool) -> None:
+        scan_backward_kernel[(heads * (value_dim // width), p.unit_count)](
+            do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, source, target, E, dS, *do.stride()[:2],
+            *(none if source is None else state_strides(source, v_first)),
+            *(none if target is None else state_strides(target, s.state_v_first)), heads,
+            K=key_dim, V=value_dim, BV=width, HAS_STATE=source is not None, **flags,
+            **configs.SCAN_BACKWARD[width > 64],
+        )  # fmt: skip
+
+    if not p.split:
+        scan(bv, d_final, s.state_v_first, d_state, SPLIT=False, FIRST=wants_state, SUMMARY=False)
+        return E, d_state, dS
+    N, leave = (torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=q.device) for _ in "NL")
+    scan(min(bv, 64), d_final, s.state_v_first, N, SPLIT=False, FIRST=False, SUMMARY=True)
+    width = min(32, value_dim)
+    fold_kernel[(heads * (value_dim // width), len(p.sequences))](
+        M, N, d_final, p.sequences, leave, *(none if d_final is None else state_strides(d_final, s.state_v_first)), heads,
+        K=key_dim, V=value_dim, BV=width, HAS_STATE=d_final is not None, REVERSE=True, **configs.FOLD,
+    )  # fmt: skip
+    scan(bv, leave, True, d_state, SPLIT=True, FIRST=wants_state, SUMMARY=False)
+    return E, d_state, dS

@@ -1,0 +1,171 @@
+"""Run the kernels of the forward pass: settings, buffers, launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+from torch import Tensor
+
+from perilune.ops.kda.arguments import Arguments
+from perilune.ops.kda.triton import configs
+from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
+from perilune.ops.kda.triton.prepare import prepare_kernel
+from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
+from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the kernels need besides tensors."""
+
+    scale: float
+    l2_norm: bool
+    gate: int
+    lower_bound: float
+    bounded: bool
+    beta_sigmoid: bool
+    beta_scale: float
+    state_v_first: bool
+    final: bool
+    keep: bool
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def of(args: Arguments, keep: bool) -> Setting:
+        return Setting(
+            scale=args.scale,
+            l2_norm=args.l2_norm,
+            gate=(1 if args.lower_bound is not None else 2) if args.gate else 0,
+            lower_bound=args.lower_bound if args.lower_bound is not None else -5.0,
+            bounded=args.bounded,
+            beta_sigmoid=args.beta_sigmoid,
+            beta_scale=args.beta_scale,
+            state_v_first=args.state_v_first,
+            final=args.output_final_state,
+            keep=keep,
+            offsets=args.offsets,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Outputs of `prepare_kernel`, `[chunks, heads, ...]`."""
+
+    Qd: Tensor
+    Kd: Tensor
+    Kr: Tensor
+    P: Tensor
+    A: Tensor
+    gamma: Tensor
+
+
+def flat(x: Tensor) -> Tensor:
+    """`[B, T, H, D]` or `[B, T, H]` as `[B*T, H, ...]`, last dimension contiguous; a view unless strides forbid it."""
+    merged = x.flatten(0, 1)
+    return merged if merged.dim() == 2 or merged.stride(-1) == 1 else merged.contiguous()
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the tensor cores' operands: bfloat16, whose range the decay factors need; float32 in the interpreter."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+def state_strides(state: Tensor, v_first: bool) -> tuple[int, int, int, int]:
+    """Strides of a state `[rows, heads, V, K]` or `[rows, heads, K, V]` by (row, head, V, K)."""
+    row, head, one, two = state.stride()
+    return (row, head, one, two) if v_first else (row, head, two, one)
+
+
+def prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, p: Plan, s: Setting
+) -> Prepared:
+    """Run `prepare_kernel` on flattened q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`."""
+    heads, key_dim = g.shape[1:]
+    dtype = operand_dtype(q.dtype)
+    shape = (p.chunk_count, heads, CHUNK)
+    Qd, Kd, Kr = (torch.empty(*shape, key_dim, dtype=dtype, device=q.device) for _ in range(3))
+    P, A = (torch.empty(*shape, CHUNK, dtype=dtype, device=q.device) for _ in range(2))
+    gamma = torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device)
+    flags = {
+        "K": key_dim,
+        "L2": s.l2_norm,
+        "GATE": s.gate,
+        "HAS_A": A_log is not None,
+        "HAS_BIAS": dt_bias is not None,
+        "SIGMOID": s.beta_sigmoid,
+    }
+    strides = (*q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), heads, heads // q.shape[1])
+    grid = (p.chunk_count * heads,)
+    if not p.chunk_count:
+        return Prepared(Qd, Kd, Kr, P, A, gamma)
+    prepare_kernel[grid](
+        q, k, g, beta, A_log, dt_bias, p.chunks, Qd, Kd, Kr, P, A, gamma,
+        s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale, *strides, **flags, BOUNDED=s.bounded, **configs.PREPARE,
+    )  # fmt: skip
+    return Prepared(Qd, Kd, Kr, P, A, gamma)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The states that enter the units, with their strides by (row, head, V, K)."""
+
+    state: Tensor | None
+    strides: tuple[int, int, int, int]
+    M: Tensor | None
+
+
+def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, bv: int) -> Entry:
+    """Find the states at the cuts between segments; without cuts, the caller's entry states."""
+    strides = (0, 0, 0, 0) if state is None else state_strides(state, s.state_v_first)
+    if not p.split:
+        return Entry(state, strides, None)
+    heads, value_dim = v.shape[1:]
+    key_dim = x.Kd.shape[-1]
+    M = torch.empty(p.unit_count, heads, key_dim, key_dim, dtype=torch.float32, device=v.device)
+    N, entry = (torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE")
+    width = min(64, bv)
+    summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
+        v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
+        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, WITH_N=True, **configs.SUMMARY,
+    )  # fmt: skip
+    width = min(32, value_dim)
+    fold_kernel[(heads * (value_dim // width), len(p.sequences))](
+        M, N, state, p.sequences, entry, *strides, heads,
+        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, REVERSE=False, **configs.FOLD,
+    )  # fmt: skip
+    return Entry(entry, tuple(entry.stride()), M)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor | None, s: Setting,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Flattened inputs. Returns o `[tokens, HV, V]`, the final state or None, and U, S, M for the backward pass."""
+    tokens, heads, value_dim = v.shape
+    key_dim = q.shape[-1]
+    p, bv = planned(s, heads, value_dim, v.device)
+    x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
+    entry = enter(v, x, state, p, s, bv)
+    o = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    final = None
+    if s.final:
+        inner = (value_dim, key_dim) if s.state_v_first else (key_dim, value_dim)
+        final = torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=q.device)
+    U = S = None
+    if s.keep:
+        U = torch.empty(p.chunk_count, heads, CHUNK, value_dim, dtype=x.Qd.dtype, device=q.device)
+        S = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
+    scan_forward_kernel[(heads * (value_dim // bv), p.unit_count)](
+        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S,
+        *v.stride()[:2], *entry.strides, *((0,) * 4 if final is None else state_strides(final, s.state_v_first)), heads,
+        K=key_dim, V=value_dim, BV=bv, HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
+        **configs.SCAN[bv > 64],
+    )  # fmt: skip
+    return o, final, U, S, entry.M
+
+
+def planned(s: Setting, heads: int, value_dim: int, device: torch.device) -> tuple[Plan, int]:
+    """The plan for these sequences and the value channels of a program."""
+    processors = configs.processors(device)
+    bv = configs.value_block(value_dim, heads * (len(s.offsets) - 1), processors)
+    return plan(s.offsets, heads * (value_dim // bv), processors, device), bv
