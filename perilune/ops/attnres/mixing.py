@@ -23,11 +23,21 @@ from perilune.errors import ConfigError
 from perilune.ops.attnres.reference import mix_reference, mix_weights_reference
 from perilune.ops.choice import Choice
 from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, fresh, parameter, threads_for
+from perilune.ops.triton.available import choose as choose_triton
+
+MAX_TRITON_SOURCES = 17  # each is an argument of the kernels
+MAX_TRITON_WIDTH = 16384  # a program holds a whole row
 
 
 def select(sources: Sequence[Tensor]) -> Choice:
-    """Say which implementation mixes these sources, and why: native, torch, or reference if forced."""
-    return choose("attnres", *sources)
+    """Say which implementation mixes these sources, and why."""
+    choice = choose_triton(*sources) or choose("attnres", *sources)
+    if choice.implementation == "triton" and len(sources) > MAX_TRITON_SOURCES:
+        return Choice("torch", f"the Triton kernels mix at most {MAX_TRITON_SOURCES} sources, not {len(sources)}")
+    if choice.implementation == "triton" and sources[0].shape[-1] > MAX_TRITON_WIDTH:
+        width = sources[0].shape[-1]
+        return Choice("torch", f"the Triton kernels take rows of at most {MAX_TRITON_WIDTH} numbers, not {width}")
+    return choice
 
 
 def mix(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -> Tensor:
@@ -45,12 +55,16 @@ def mix(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -> Tensor
     Raises:
         ConfigError: no source, or shapes disagree.
     """
-    _check(sources, score_weight_D)
+    check(sources, score_weight_D)
     if len(sources) == 1:
         return sources[0]
     implementation = select(sources).implementation
     if implementation == "reference":
         return mix_reference(sources, score_weight_D, eps)
+    if implementation == "triton":
+        from perilune.ops.attnres.triton_mix import read
+
+        return read(sources, None, score_weight_D, eps, None, 0.0)[0]
     native = implementation == "native"
     if torch.is_grad_enabled() and (score_weight_D.requires_grad or any(source.requires_grad for source in sources)):
         return _Mix.apply(score_weight_D, eps, native, *sources)
@@ -67,13 +81,14 @@ def mix_weights(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -
     Raises:
         ConfigError: no source, or shapes disagree.
     """
-    _check(sources, score_weight_D)
+    check(sources, score_weight_D)
     if torch.is_grad_enabled() and (score_weight_D.requires_grad or any(source.requires_grad for source in sources)):
         return mix_weights_reference(sources, score_weight_D, eps)
     return _torch_scores(sources, score_weight_D, eps)[0].softmax(-1)
 
 
-def _check(sources: Sequence[Tensor], score_weight_D: Tensor) -> None:
+def check(sources: Sequence[Tensor], score_weight_D: Tensor) -> None:
+    """Raise ConfigError unless there are sources, of one shape [..., D], and a score weight [D]."""
     if not sources:
         raise ConfigError("attention over depth got no sources; give the running sum at least")
     shape = sources[0].shape
