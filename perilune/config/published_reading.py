@@ -95,7 +95,7 @@ class Reader:
         wrong = isinstance(value, bool) != (field.kind is bool)
         if wrong or not isinstance(value, (int, float) if field.kind is float else field.kind):
             raise ConfigError(f"{self.at}{spelled}={value!r} must be of type {field.kind.__name__}")
-        if field.kind is list and {type(item) for item in value} not in (set(), {int}, {str}):
+        if field.kind is list and {type(item) for item in (value or ())} not in (set(), {int}, {str}):
             raise ConfigError(f"{self.at}{spelled}={value!r} must be a list of whole numbers or of words")
         return float(value) if field.kind is float else value
 
@@ -225,3 +225,22 @@ def vision_model(document: dict[str, Any], ours: dict[str, Any]) -> VisionConfig
         mlp_size=get("vt_intermediate_size"), patch_size=get("patch_size"), position_grid=get("init_pos_emb_height"),
         max_frames=get("init_pos_emb_time"), merge=merge[0] if merge else 0, norm_eps=own("vision_norm_eps"),
     )  # fmt: skip
+
+
+def same(field: Field, stands: Any, model: ModelConfig) -> bool:
+    """True if what stands in a document means what the model says."""
+    wanted = field.value(model)
+    if stands is None or stands == 0 and field.path == "activation_situ_beta":
+        absent = {"num_key_value_heads": wanted, "mm_hidden_size": wanted, "activation_situ_beta": 1.0}
+        return wanted in (None, field.default, absent.get(field.path))
+    unused = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    if wanted is None and model.activation != "situ" and field.path in unused:
+        return stands == unused[field.path]
+    return stands == wanted
+
+
+def put(section: dict[str, Any], path: str, value: Any) -> None:
+    """Set the field at a dotted path of the section."""
+    table, _, leaf = path.rpartition(".")
+    inner = section.setdefault(table, {}) if table else section
+    inner[leaf] = value

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from perilune.config.parse import to_toml
-from perilune.config.published import generation_config, to_json, without_extra_layers
+from perilune.config.published import to_json
+from perilune.config.publishing import generation_config, without_extra_layers
 from perilune.config.train import DataConfig, TrainConfig
 from perilune.loading.native import PUBLISHED, TOKENIZERS, index_of
 from perilune.model.hf import PlannedFile, Source

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from perilune import checkpoint
-from perilune.config.published import PublishedConfig, load_config, publish
+from perilune.config.published import PublishedConfig, load_config
+from perilune.config.publishing import publish
 from perilune.errors import CheckpointError, ConfigError, RequestError
 from perilune.loading.run import checkpoint_folder
 from perilune.model.hf import PlannedFile, Source, experts, own_shapes, places

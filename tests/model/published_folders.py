@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from perilune import checkpoint
 from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig, VisionConfig
 from perilune.config.presets import tiny
-from perilune.config.published import publish, to_json
+from perilune.config.published import to_json
+from perilune.config.publishing import publish
 from perilune.rundir import RunDir
 from perilune.shapes.tensors import checkpoint_tensors
 from perilune.tokenizer.byte import ByteTokenizer
