@@ -5,6 +5,7 @@ The oracle of schemas is the jsonschema library; that of the grammar is the pars
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -21,6 +22,7 @@ from perilune.tokenizer.xtml import close_tag, open_tag, render
 from perilune.tokenizer.xtml.events import joined
 from perilune.tokenizer.xtml.grammar import MOST_CALLS, answer_mask, needs_grammar
 from perilune.tokenizer.xtml.parse import Parser, parse
+from perilune.tokenizer.xtml.parse_value import TYPES
 
 WEATHER = {
     "type": "object",
@@ -368,6 +370,8 @@ def test_t26_nothing_follows_the_end():
         ({"properties": {"a": {"type": "string", "anyOf": [{"pattern": "a"}, {"pattern": "b"}]}}}, "anyOf"),
         ({"properties": {"a": False}, "required": ["a"]}, "no value"),
         ({"properties": [], "required": []}, "object as properties"),
+        ({"properties": {}, "required": [[]]}, "list of names"),
+        ({"properties": {"a": {"enum": "ab"}}}, "enum"),
         ({"properties": {"a": {"type": "array", "contains": {"type": "null"}}}}, "cannot be constrained"),
     ],
 )
@@ -375,6 +379,45 @@ def test_schemas_that_cannot_be_enforced_are_refused(parameters, match):
     with pytest.raises(RequestError, match=match):
         answer_mask(BYTES, thinking=False, tools=[tool("f", parameters)])
     answer_mask(BYTES, thinking=False, tools=[tool("f", parameters, strict=False)])
+
+
+_keywords = st.sampled_from(
+    ["type", "properties", "required", "additionalProperties", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs",
+     "items", "minLength", "maxLength", "minimum", "pattern", "format", "a", "description"]
+)  # fmt: skip
+_schemas = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.sampled_from([*TYPES, "integer", "#", "#/$defs/a", "^a+$", "[", "date"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_keywords, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(_schemas)
+def test_any_schema_is_enforced_or_refused(schema):
+    """Never another error, and what is drawn is valid for every schema that the oracle finds valid itself."""
+    try:
+        mask = answer_mask(BYTES, thinking=False, tools=[tool("f", {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"a": {"type": "null"}}})], tool_choice="required", parallel=False)  # fmt: skip
+    except RequestError:
+        return
+    output = draw(mask.start(), 0, longest=800, ending=0.8)
+    parsed = parse(BYTES, output, thinking=False, tools=("f",))
+    if parsed.finished:
+        assert parsed.problems == () and "a" in parsed.tool_calls[0].arguments
+        whole = {"$defs": {"a": {"type": "null"}}, "properties": {"a": schema}}
+        with contextlib.suppress(jsonschema.SchemaError):
+            jsonschema.Draft202012Validator.check_schema(whole)
+            jsonschema.validate(parsed.tool_calls[0].arguments, whole)
+
+
+def test_schemas_that_are_too_deep_are_refused():
+    deep: dict = {"type": "string"}
+    for _ in range(3000):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(RequestError, match="deep"):
+        answer_mask(BYTES, thinking=False, tools=[tool("f", {"properties": {"a": deep}})])
 
 
 def test_when_a_grammar_is_needed():

@@ -44,7 +44,10 @@ def needs_grammar(
 
 def answer_mask(tokenizer: Tokenizer, **request: Any) -> TokenMask:
     """`answer_grammar` of a request, ready for a tokenizer. RequestError without llguidance, or see there."""
-    return TokenMask(tokenizer, answer_grammar(tokenizer, **request))
+    try:
+        return TokenMask(tokenizer, answer_grammar(tokenizer, **request))
+    except RecursionError:
+        raise RequestError("a schema of tools or response_format is nested too deeply; make it flatter") from None
 
 
 def answer_grammar(

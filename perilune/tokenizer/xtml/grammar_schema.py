@@ -98,8 +98,8 @@ def argument_rules(rules: Rules, markers: Markers, parameters: Any, where: str) 
         raise RequestError(f'{where} must be a JSON schema of type "object"; it is {_shown(schema)}')
     _refuse_others(schema, _OBJECT_KEYS, where)
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        raise RequestError(f"{where} needs an object as properties and a list as required")
+    if not isinstance(properties, dict) or not _all_texts(required):
+        raise RequestError(f"{where} needs an object as properties and a list of names as required")
     properties = properties | {key: True for key in required if key not in properties}
     parts = []
     for key, value in properties.items():
@@ -181,6 +181,8 @@ def _split(schema: Any, root: Any, where: str, depth: int) -> list[tuple[str, An
         return found
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
+        if not isinstance(values, list):
+            raise RequestError(f"{where}.enum is {_shown(values)}; give a list")
         allowed = _kinds(schema.get("type"), where)
         return [(kind, {"const": value}) for value in values if (kind := _kind_of(value)) in allowed]
     if "type" not in schema:
@@ -311,6 +313,10 @@ def _unsupported(what: str, where: str) -> RequestError:
         f"{where} has {what}, which cannot be enforced while the answer is drawn; leave it out, or set strict to false "
         "for this tool"
     )
+
+
+def _all_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _shown(value: Any) -> str:
