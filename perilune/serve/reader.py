@@ -137,8 +137,6 @@ class ChatReader:
         text, reasoning = "", ""
         calls: list[CallDelta] = []
         for event in events:
-            if self.stopped:
-                break
             if isinstance(event, Text):
                 if event.channel == "think":
                     reasoning += event.text
