@@ -2,8 +2,7 @@
 
 Forward: one program a token, online softmax, each source read once and fetched while the one before it is summed.
 Backward: programs walk over the tokens; a first pass over the sources takes <dmix, v_i>, a second one, out of the cache,
-writes dv_i. The second pass of a token runs together with the first pass of the next one, so that memory is never idle.
-Gradients of the score weight and the norm weight are summed in registers, one row a program, and the rows
+writes dv_i. Gradients of the score weight and the norm weight are summed in registers, one row a program, and the rows
 are added in a fixed order: results repeat bit for bit.
 
 With g_i = <dmix, v_i>, f_i = p_i (g_i - sum_j p_j g_j) r_i:   dv_i = p_i dmix + f_i c - f_i s_i r_i v_i / D,  dc = sum f_i v_i
@@ -99,74 +98,53 @@ def _forward_kernel(
 
 
 @triton.jit
-def _row_inputs(dout, dout_stride, mixed, statistics, row, rows, at, inside, every, M: tl.constexpr, D: tl.constexpr):
-    """What a row's first pass starts from: dout, mix (dout again if there is no norm), scores, rstd, log-denominator."""
-    alive = row < rows
-    statistics += row * (2 * M + 1)
-    d = tl.load(dout + row * dout_stride + at, inside & alive, 0.0)
-    mix = d
-    if mixed is not None:
-        mix = tl.load(mixed + row * D + at, inside & alive, 0.0)
-    score = tl.load(statistics + every, (every < M) & alive, float("-inf"))
-    rstd = tl.load(statistics + M + every, (every < M) & alive, 0.0)
-    return d, mix, score, rstd, tl.load(statistics + 2 * M, alive, 0.0)
-
-
-@triton.jit
 def _backward_kernel(
     sources, strides, gradients, dout, dout_stride, dtotal, dtotal_stride, mixed, statistics, score_weight, norm_weight,
     dscore, dnorm, rows, norm_eps, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = len(sources)
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BD)
     inside = at < D
     every = tl.arange(0, BM)
+    known = every < M
     c = tl.load(score_weight + at, inside, 0.0)
     dc = tl.zeros([BD], tl.float32)
     dw = tl.zeros([BD], tl.float32)
-    row, before = program, program  # of the first pass, and of the second pass: the row before
-    begun = False
-    before_dmix = tl.zeros([BD], tl.float32)
-    before_weight, before_factor, before_decay = (tl.zeros([BM], tl.float32),) * 3
-    d, mix, score, rstd, log_sum = _row_inputs(dout, dout_stride, mixed, statistics, row, rows, at, inside, every, M, D)
-    while before < rows:  # the interpreter of 3.6 takes no range over numbers known at run time
-        alive = row < rows
-        dmix = d.to(tl.float32)
+    row = program
+    while row < rows:  # the interpreter of 3.6 takes no range over numbers known at run time
+        dmix = tl.load(dout + row * dout_stride + at, inside, 0.0).to(tl.float32)
         if norm_weight is not None:
-            v = mix.to(tl.float32)
+            mix = tl.load(mixed + row * D + at, inside, 0.0).to(tl.float32)
             scaled = dmix * tl.load(norm_weight + at, inside, 0.0)
-            square, along = tl.reduce((v * v, v * scaled), 0, _add_pairs)
-            r = 1.0 / tl.sqrt(square / D + norm_eps)
-            dw += dmix * v * r
-            dmix = r * (scaled - v * (r * r * along / D))
-        following = row + programs
-        d, mix, next_score, next_rstd, next_log_sum = _row_inputs(
-            dout, dout_stride, mixed, statistics, following, rows, at, inside, every, M, D
-        )
+            square, along = tl.reduce((mix * mix, mix * scaled), 0, _add_pairs)
+            rstd = 1.0 / tl.sqrt(square / D + norm_eps)
+            dw += dmix * mix * rstd
+            dmix = rstd * (scaled - mix * (rstd * rstd * along / D))
+        score = tl.load(statistics + row * (2 * M + 1) + every, known, float("-inf"))
+        rstd = tl.load(statistics + row * (2 * M + 1) + M + every, known, 0.0)
+        weight = tl.exp(score - tl.load(statistics + row * (2 * M + 1) + 2 * M))
         pull = tl.zeros([BM], tl.float32)
         for i in tl.range(0, M, num_stages=STAGES):
-            v = _load(sources, strides, i, row, at, inside & alive, ALIGNED).to(tl.float32)
+            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             pull = tl.where(every == i, tl.sum(dmix * v, 0), pull)
-            v = _load(sources, strides, i, before, at, inside & begun, ALIGNED).to(tl.float32)
+        factor = weight * (pull - tl.sum(weight * pull, 0)) * rstd
+        decay = tl.where(known, factor * score * rstd / D, 0.0)
+        for i in tl.range(0, M, num_stages=STAGES):
+            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             here = every == i
-            f = tl.sum(tl.where(here, before_factor, 0.0), 0)
+            f = tl.sum(tl.where(here, factor, 0.0), 0)
             dc += f * v
-            dv = tl.sum(tl.where(here, before_weight, 0.0), 0) * before_dmix + f * c
-            dv -= tl.sum(tl.where(here, before_decay, 0.0), 0) * v
+            dv = tl.sum(tl.where(here, weight, 0.0), 0) * dmix + f * c - tl.sum(tl.where(here, decay, 0.0), 0) * v
             if dtotal is not None:
-                last = inside & begun & (i == M - 1)
-                dv += tl.load(dtotal + before * dtotal_stride + at, last, 0.0).to(tl.float32)
-            target = _pick(gradients, i) + before * D
+                last = inside & (i == M - 1)
+                dv += tl.load(dtotal + row * dtotal_stride + at, last, 0.0).to(tl.float32)
+            target = _pick(gradients, i) + row * D
             if ALIGNED:
                 target = tl.multiple_of(target, 16)
-            tl.store(target + at, dv.to(gradients[0].dtype.element_ty), inside & begun)
-        before_weight = tl.where(every < M, tl.exp(score - log_sum), 0.0)
-        before_factor = before_weight * (pull - tl.sum(before_weight * pull, 0)) * rstd
-        before_decay = tl.where(every < M, before_factor * score * rstd / D, 0.0)
-        before_dmix, begun, before, row = dmix, True, row, following
-        score, rstd, log_sum = next_score, next_rstd, next_log_sum
+            tl.store(target + at, dv.to(gradients[0].dtype.element_ty), inside)
+        row += tl.num_programs(0)
     tl.store(dscore + program * D + at, dc, inside)
     if dnorm is not None:
         tl.store(dnorm + program * D + at, dw, inside)
@@ -246,7 +224,7 @@ def forward(
 
 def backward(
     sources: Sequence[Tensor], dout: Tensor, dtotal: Tensor | None, mixed: Tensor | None, statistics: Tensor,
-    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 1,
+    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 2,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Launch the backward kernel. Returns the gradients of the score weight, the norm weight and the sources."""
     first = sources[0]

@@ -96,7 +96,9 @@ def kda_verify_step(
     if (pending is None) != (accepted_B is None):
         raise ConfigError("kda_verify_step needs the pending window and the count of its accepted tokens, or neither")
     if pending is not None and (pending.qkv_BTX.shape[0], pending.qkv_BTX.shape[2]) != (batch, channels):
-        raise ConfigError(f"pending {list(pending.qkv_BTX.shape)} and new {list(new.qkv_BTX.shape)} do not fit together")
+        raise ConfigError(
+            f"pending {list(pending.qkv_BTX.shape)} and new {list(new.qkv_BTX.shape)} do not fit together"
+        )
     if accepted_B is not None and (accepted_B.shape != (batch,) or accepted_B.dtype not in (torch.int32, torch.int64)):
         raise ConfigError(
             f"accepted has shape {list(accepted_B.shape)} and type {accepted_B.dtype}; {batch} rows need [{batch}] of int32 or int64"
@@ -136,7 +138,9 @@ def _by_steps(new, gate, pending, accepted, weights, window, state, index, numbe
     if pending is not None:
         count = pending.qkv_BTX.shape[1]
         if batch and not 0 <= int(accepted.min()) <= int(accepted.max()) <= count:
-            raise ConfigError(f"accepted counts {accepted.tolist()}; a pending window of {count} tokens allows 0..{count}")
+            raise ConfigError(
+                f"accepted counts {accepted.tolist()}; a pending window of {count} tokens allows 0..{count}"
+            )
         silent = gate.new_zeros(batch, heads, norm_weight.shape[0])  # these outputs were given by the step before
         for t in range(count):
             step(pending.token(t), silent, window, state, torch.where(accepted > t, slots, -1))
@@ -158,8 +162,6 @@ def _readable(new: Projections, gate: Tensor, pending: Projections | None, weigh
         if part.qkv_BTX.shape[1] == 0 or len({x.dtype for x in part} | {gate.dtype}) > 1:
             return False
         (qkv, decay_logit, beta_logit), opened = part.token(0), gate[:, 0]
-        if not readable(
-            qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, opened, norm_weight, state
-        ):
+        if not readable(qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, opened, norm_weight, state):
             return False
     return True

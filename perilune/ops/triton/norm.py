@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
 
-TILE = 4096  # numbers that a program holds at once, if a row is no longer
+TILE = 2048  # numbers that a program holds at once, if a row is no longer
 
 
 @triton.jit

@@ -113,11 +113,13 @@ def _rows(
     inputs: list[Tensor], beta: float | None, linear_beta: float | None
 ) -> tuple[list[Tensor], list[int], int, dict[str, float | int | bool]]:
     """The inputs as rows, their strides, the programs to launch, and the options; dense inputs count as a single row."""
-    width = inputs[0].shape[-1]
     if all(x.is_contiguous() for x in inputs):
-        width = inputs[0].numel()
-    rows = inputs[0].numel() // width
-    views, strides = zip(*[(x, width) if width == x.numel() else as_rows(x) for x in inputs], strict=True)
+        rows, width = 1, inputs[0].numel()
+        views, strides = inputs, [width] * len(inputs)
+    else:
+        width = inputs[0].shape[-1]
+        rows = inputs[0].numel() // width
+        views, strides = zip(*[as_rows(x) for x in inputs], strict=True)
     block = min(BLOCK, triton.next_power_of_2(width))
     options = {
         "F": width,

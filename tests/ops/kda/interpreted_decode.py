@@ -182,7 +182,10 @@ def test_saturated_gates_are_finite(logit: float, lower_bound: float | None) -> 
     for name in ("decay_logit_BHK", "beta_logit_BH", "gate_BHV"):
         args[name].fill_(logit)
     exact = copied(args, torch.float64)
-    got, truth = step("triton", args, shape, lower_bound=lower_bound), step("torch", exact, shape, lower_bound=lower_bound)
+    got, truth = (
+        step("triton", args, shape, lower_bound=lower_bound),
+        step("torch", exact, shape, lower_bound=lower_bound),
+    )
     assert got.isfinite().all() and args["state_BHVK"].isfinite().all()
     assert float((got.double() - truth).abs().max()) < 1e-5
 

@@ -27,7 +27,9 @@ def make_case(
         return torch.randn(*shape, generator=generator)
 
     def projections(tokens: int) -> Projections:
-        return Projections(normal(batch, tokens, channels), normal(batch, tokens, heads, key_dim), normal(batch, tokens, heads))
+        return Projections(
+            normal(batch, tokens, channels), normal(batch, tokens, heads, key_dim), normal(batch, tokens, heads)
+        )
 
     return {
         "new": projections(length), "gate": normal(batch, length, heads, value_dim), "pending": projections(pending),
