@@ -19,6 +19,7 @@ from perilune.config.published import from_json
 from perilune.errors import CapacityError, CheckpointError, ConfigError
 from perilune.loading import convert, load_published, load_run
 from perilune.model.hf import PublishedSource
+from perilune.model.hf.shard_file import Planned, aligned, read_header, write_shard
 from perilune.ops.mx import dequantize_mxfp4
 
 WEIGHTS = "checkpoints/step-00000000"
@@ -211,6 +212,24 @@ def test_an_export_of_ours_brings_generation_config_and_tokenizer_class(tmp_path
     assert theirs.eos_token == "<|end_of_msg|>" and theirs.eos_token_id == 290
 
 
+def test_tensors_begin_at_multiples_of_their_element_size(tmp_path):
+    values = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.ones(3).bfloat16(),
+        "c": torch.rand(2, 2),
+        "d": torch.zeros(0),
+    }
+    names = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
+    planned = [
+        Planned(n, names[v.dtype], tuple(v.shape), lambda v=v: v.reshape(-1).split(2)) for n, v in values.items()
+    ]
+    told = write_shard(tmp_path / "x.safetensors", aligned(planned))
+    assert told["bytes"] == (tmp_path / "x.safetensors").stat().st_size
+    for entry in read_header(tmp_path / "x.safetensors").values():
+        assert entry.begin % (entry.nbytes // max(entry.count, 1) or 1) == 0
+    assert same(load_file(tmp_path / "x.safetensors"), values)
+
+
 # -- interruptions --------------------------------------------------------------------------------------------------
 
 CHILD = """
@@ -359,8 +378,11 @@ def test_verify_finds_a_file_that_reads_back_differently(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="model-00002-of-00008.safetensors was written with the sha256"):
         convert(tmp_path / "in", tmp_path / "out", to="kimi-k3", verify=True)
     monkeypatch.undo()
+    finished = {path.name: path.stat().st_ino for path in (tmp_path / "out.partial").glob("*.safetensors")}
     done = convert(tmp_path / "in", tmp_path / "out", to="kimi-k3", verify=True)
-    assert done.verified and done.reused_files == 7
+    assert done.verified and done.reused_files == len(finished) == 7
+    now = {path.name: path.stat().st_ino for path in (tmp_path / "out").glob("*.safetensors")}
+    assert {name: now[name] for name in finished} == finished, "finished files are not written again"
     path = tmp_path / "out" / "model-00003-of-00008.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
