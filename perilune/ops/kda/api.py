@@ -19,17 +19,34 @@ from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
 from perilune.ops.kda.chunked import chunked
 from perilune.ops.kda.native import native, native_recurrent, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
+from perilune.ops.kda.triton import support as triton
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
-    """Say which implementation `chunk_kda` runs for inputs of these dtypes on `device`, and why."""
-    wanted = forced()
+    """Say which implementation `chunk_kda` runs for inputs of these dtypes on `device`, and why; see also `choose`."""
+    wanted, device = forced(), torch.device(device)
     if wanted in ("reference", "torch"):
         return Choice(wanted, "demanded by PERILUNE_OPS or force()")
-    obstacle = unsuitable(torch.device(device), *dtypes)
+    if device.type == "cuda" or wanted == "triton":
+        obstacle = triton.dtype_obstacle(device, *dtypes)
+        if obstacle is None:
+            return Choice("triton", "Triton kernels, products in bfloat16, state in float32")
+        if device.type == "cuda":
+            return Choice("torch", f"chunked form in plain torch: {obstacle}")
+    obstacle = unsuitable(device, *dtypes)
     if obstacle is None:
         return Choice("native", "C kernel, float32 inside")
     return Choice("torch", f"chunked form in plain torch: {obstacle}")
+
+
+def choose(args: Arguments) -> Choice:
+    """As `select`, for one call: the Triton kernels do not take every shape and gate."""
+    choice = select(args.q.device, *(x.dtype for x in (args.q, args.k, args.v, args.g, args.beta)))
+    if choice.implementation == "triton":
+        obstacle = triton.unsuitable(args)
+        if obstacle is not None:
+            return Choice("torch", f"chunked form in plain torch: {obstacle}")
+    return choice
 
 
 @torch.compiler.disable
@@ -76,7 +93,8 @@ def chunk_kda(
         transpose_state_layout: old name of `state_v_first`.
         cu_seqlens: int `[N+1]` boundaries of N sequences packed into one row (B = 1); empty sequences are allowed.
         cu_seqlens_cpu: the same on the CPU; given, nothing is copied from the device.
-        chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device.
+        chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device. The
+            Triton kernels work in 64.
 
     Returns:
         `(o [B, T, HV, V] in q's dtype, final state or None)`.
@@ -161,7 +179,7 @@ def fused_recurrent_kda(
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
     )
     with torch.no_grad():
-        if _implementation(args) == "native":
+        if choose(args).implementation == "native":
             return native_recurrent(args)
         o, state = recurrent_reference(args)
         return o.to(args.q.dtype), args.final_state(state)
@@ -174,14 +192,14 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
     return old_name
 
 
-def _implementation(args: Arguments) -> str:
-    return select(args.q.device, *(x.dtype for x in (args.q, args.k, args.v, args.g, args.beta))).implementation
-
-
 def _run(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
-    implementation = _implementation(args)
+    implementation = choose(args).implementation
     if implementation == "native" and chunk_size is None:
         return native(args)
+    if implementation == "triton" and chunk_size in (None, 64):
+        from perilune.ops.kda.triton.autograd import kda_triton
+
+        return kda_triton(args)
     if implementation == "reference":
         o, state = recurrent_reference(args)
     else:

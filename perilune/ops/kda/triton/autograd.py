@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
-from perilune.ops.kda.triton.launch import Setting, flat, forward, planned, prepare, state_strides
+from perilune.ops.kda.triton.launch import Prepared, Setting, flat, forward, planned, state_strides
 from perilune.ops.kda.triton.plan import Plan
 from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel
@@ -30,20 +30,20 @@ class _Function(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None, s: Setting,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        o, final, U, S, M = forward(*(flat(x) for x in (q, k, v, g, beta)), A_log, dt_bias, state, s)
+        o, final, x, U, S, M = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
         if s.keep:
-            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, state, U, S, M)
+            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *x, U, S, M)
+            ctx.has_state = state is not None
         ctx.setting = s
         return o.view(v.shape), final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, g, beta, A_log, dt_bias, state, U, S, M = ctx.saved_tensors
+        q, k, g, beta, A_log, dt_bias, Qd, Kd, Kr, P, A, gamma, U, S, M = ctx.saved_tensors
         s: Setting = ctx.setting
-        grads = backward(
-            *(flat(x) for x in (q, k, g, beta, do)), A_log, dt_bias, d_final, U, S, M, s, state is not None
-        )
+        x = Prepared(Qd, Kd, Kr, P, A, gamma)
+        grads = backward(*(flat(t) for t in (q, k, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, s, ctx.has_state)
         dq, dk, dv, dg, dbeta, dA_log, d_bias, d_state = grads
         return (
             dq.view(q.shape),
@@ -60,20 +60,24 @@ class _Function(torch.autograd.Function):
 
 def backward(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    d_final: Tensor | None, U: Tensor, S: Tensor, M: Tensor | None, s: Setting, wants_state: bool,
+    d_final: Tensor | None, x: Prepared, U: Tensor, S: Tensor, M: Tensor | None, s: Setting, wants_state: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Flattened inputs. Gradients of q, k, v, g, beta, A_log, dt_bias and the entry state, those absent None."""
     tokens, heads, value_dim = do.shape
     key_dim, qk_heads = q.shape[-1], q.shape[1]
     p, bv = planned(s, heads, value_dim, do.device)
-    E, d_state, dS = _scan(q, k, g, beta, do, A_log, dt_bias, d_final, M, p, bv, s, wants_state)
+    E, d_state, dS = _scan(do, x, d_final, M, p, bv, s, wants_state)
 
     grouped = torch.float32 if heads != qk_heads else q.dtype
     dq, dk = (torch.empty(tokens, heads, key_dim, dtype=grouped, device=q.device) for _ in range(2))
     dz = torch.empty(tokens, heads, key_dim, dtype=g.dtype, device=q.device)
     dbeta = torch.empty(tokens, heads, dtype=beta.dtype, device=q.device)
     dA = torch.empty(p.chunk_count, heads, dtype=torch.float32, device=q.device) if A_log is not None else None
-    bias = torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device) if dt_bias is not None else None
+    bias = (
+        torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device)
+        if dt_bias is not None
+        else None
+    )
     if p.chunk_count:
         backward_kernel[(p.chunk_count * heads,)](
             q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
@@ -98,18 +102,16 @@ def backward(
 
 
 def _scan(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    d_final: Tensor | None, M: Tensor | None, p: Plan, bv: int, s: Setting, wants_state: bool,
+    do: Tensor, x: Prepared, d_final: Tensor | None, M: Tensor | None, p: Plan, bv: int, s: Setting, wants_state: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """E, the gradient of the entry state, and dS of every chunk."""
     tokens, heads, value_dim = do.shape
-    key_dim = q.shape[-1]
-    x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
-    E = torch.empty(tokens, heads, value_dim, dtype=x.Qd.dtype, device=q.device)
-    dS = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
+    key_dim = x.Qd.shape[-1]
+    E = torch.empty(tokens, heads, value_dim, dtype=x.Qd.dtype, device=do.device)
+    dS = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=do.device)
     inner = (value_dim, key_dim) if s.state_v_first else (key_dim, value_dim)
     d_state = (
-        torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=q.device) if wants_state else None
+        torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=do.device) if wants_state else None
     )
     none = (0, 0, 0, 0)
 
@@ -125,7 +127,9 @@ def _scan(
     if not p.split:
         scan(bv, d_final, s.state_v_first, d_state, SPLIT=False, FIRST=wants_state, SUMMARY=False)
         return E, d_state, dS
-    N, leave = (torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=q.device) for _ in "NL")
+    N, leave = (
+        torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=do.device) for _ in "NL"
+    )
     scan(min(bv, 64), d_final, s.state_v_first, N, SPLIT=False, FIRST=False, SUMMARY=True)
     width = min(32, value_dim)
     fold_kernel[(heads * (value_dim // width), len(p.sequences))](

@@ -5,8 +5,6 @@ Each setting that can be chosen here is run by tests/gpu.
 
 from __future__ import annotations
 
-import torch
-
 
 def launch(num_warps: int, num_stages: int = 1, maxnreg: int | None = None) -> dict[str, int]:
     """Warps of a program, stages of its software pipeline, and a limit on registers that lets more programs run at once."""
@@ -22,12 +20,6 @@ SUMMARY = launch(4, 2)
 FOLD = launch(4)
 
 
-def value_block(value_dim: int, programs: int, processors: int) -> int:
-    """Value channels of a program of the serial kernels: half a head where heads are too few to fill the device."""
-    del programs, processors
+def value_block(value_dim: int) -> int:
+    """Value channels of a program of the serial kernels: a whole head, so that nothing is read twice."""
     return min(value_dim, 128)
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of the device; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

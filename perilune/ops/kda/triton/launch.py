@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
+from perilune.ops.triton.available import units
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,7 @@ class Setting:
         )
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Outputs of `prepare_kernel`, `[chunks, heads, ...]`."""
 
     Qd: Tensor
@@ -122,11 +124,13 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, bv:
     heads, value_dim = v.shape[1:]
     key_dim = x.Kd.shape[-1]
     M = torch.empty(p.unit_count, heads, key_dim, key_dim, dtype=torch.float32, device=v.device)
-    N, entry = (torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE")
+    N, entry = (
+        torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE"
+    )
     width = min(64, bv)
     summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
         v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
-        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, WITH_N=True, **configs.SUMMARY,
+        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
     )  # fmt: skip
     width = min(32, value_dim)
     fold_kernel[(heads * (value_dim // width), len(p.sequences))](
@@ -139,8 +143,8 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, bv:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None, s: Setting,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Flattened inputs. Returns o `[tokens, HV, V]`, the final state or None, and U, S, M for the backward pass."""
+) -> tuple[Tensor, Tensor | None, Prepared, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Flattened inputs. Returns o `[tokens, HV, V]`, the final state or None, and x, U, S, M for the backward pass."""
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
     p, bv = planned(s, heads, value_dim, v.device)
@@ -161,11 +165,10 @@ def forward(
         K=key_dim, V=value_dim, BV=bv, HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
         **configs.SCAN[bv > 64],
     )  # fmt: skip
-    return o, final, U, S, entry.M
+    return o, final, x, U, S, entry.M
 
 
 def planned(s: Setting, heads: int, value_dim: int, device: torch.device) -> tuple[Plan, int]:
     """The plan for these sequences and the value channels of a program."""
-    processors = configs.processors(device)
-    bv = configs.value_block(value_dim, heads * (len(s.offsets) - 1), processors)
-    return plan(s.offsets, heads * (value_dim // bv), processors, device), bv
+    bv = configs.value_block(value_dim)
+    return plan(s.offsets, heads * (value_dim // bv), units(device), device), bv

@@ -50,7 +50,7 @@ def plan(offsets: tuple[int, ...], programs_per_unit: int, slots: int, device: t
         device: of the tables.
     """
     lengths = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
-    target = max(LEAST_SEGMENT, -(-sum(lengths) * programs_per_unit // max(slots, 1)))
+    target = max(LEAST_SEGMENT, sum(lengths) * programs_per_unit // slots)
     chunks, units, sequences = [], [], []
     for n, (begin, end) in enumerate(pairwise(offsets)):
         count = lengths[n]
@@ -60,7 +60,14 @@ def plan(offsets: tuple[int, ...], programs_per_unit: int, slots: int, device: t
         for piece in range(pieces):
             low, high = piece * count // pieces, (piece + 1) * count // pieces
             units.append(
-                (base + low, high - low, begin + low * CHUNK, end, n if piece == 0 else -1, n if piece == pieces - 1 else -1)
+                (
+                    base + low,
+                    high - low,
+                    begin + low * CHUNK,
+                    end,
+                    n if piece == 0 else -1,
+                    n if piece == pieces - 1 else -1,
+                )
             )
         chunks.extend((t, min(CHUNK, end - t)) for t in range(begin, end, CHUNK))
 

@@ -84,5 +84,6 @@ def scan_backward_kernel(
     if FIRST:
         if begins >= 0:
             tl.store(
-                state_out + begins * out_unit + head * out_head + value[:, None] * out_v + channel[None, :] * out_k, state
+                state_out + begins * out_unit + head * out_head + value[:, None] * out_v + channel[None, :] * out_k,
+                state,
             )

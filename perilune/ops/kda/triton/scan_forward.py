@@ -74,5 +74,6 @@ def scan_forward_kernel(
     if FINAL:
         if target >= 0:
             tl.store(
-                state_out + target * out_unit + head * out_head + value[:, None] * out_v + channel[None, :] * out_k, state
+                state_out + target * out_unit + head * out_head + value[:, None] * out_v + channel[None, :] * out_k,
+                state,
             )

@@ -26,14 +26,14 @@ def summary_kernel(
     v, Kd, Kr, A, gamma, units, state_in, M, N,
     v_token, v_head, in_unit, in_head, in_v, in_k,
     heads,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_STATE: tl.constexpr, WITH_N: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """M^T `[units, heads, K, K]` and N^T `[units, heads, V, K]` (float32) of every unit but the last of its sequence.
 
     The columns of M are states that start from unit vectors and write no values: one program takes BV columns of M or
     of N. A sequence's first unit needs no M, its N starts from the sequence's own state.
     """
-    v_blocks: tl.constexpr = V // BV if WITH_N else 0
+    v_blocks: tl.constexpr = V // BV
     blocks: tl.constexpr = v_blocks + K // BV
     block = tl.program_id(0) % blocks
     head = (tl.program_id(0) // blocks).to(tl.int64)

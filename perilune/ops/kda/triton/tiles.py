@@ -5,14 +5,12 @@ Decays are natural logarithms; the factor of log2(e) appears only inside `exp`. 
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton decides when it decorates, so at import
+from perilune.ops.triton.available import interpreted
 
-INTERPRET = tl.constexpr(INTERPRETED)
+INTERPRET = tl.constexpr(interpreted())
 CHUNK = tl.constexpr(64)  # rows of a chunk
 HALF = tl.constexpr(32)  # rows of a tile: 32 steps of half the bound, e^(5 / 2), on either side of 1 stay in range
 BLOCK = tl.constexpr(16)  # rows of the diagonal blocks that are inverted by substitution
