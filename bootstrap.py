@@ -338,6 +338,8 @@ def main(arguments):
     if sys.version_info[:2] < OLDEST_PYTHON or os.name == "nt":
         check_machine()
     extras = EXTRAS[verb] + (known_extras(parse_extras(rest)) if verb == "setup" else [])
+    if verb == "demo" and "--vision" in rest:
+        extras = extras + ["vision"]
     set_up(extras)
     if verb == "demo":
         program = os.path.join(VENV, "bin", "perilune")

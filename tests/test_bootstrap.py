@@ -195,6 +195,16 @@ def test_demo_becomes_the_program_with_the_remaining_arguments(installed, monkey
     assert became[0] == (path, [path, "demo", "--json", "-x"])
 
 
+@pytest.mark.parametrize(("rest", "extras"), [([], ["serve", "report"]), (["--vision"], ["serve", "report", "vision"])])
+def test_a_demo_installs_what_it_draws_with(bootstrap, monkeypatch, rest, extras):
+    wanted = []
+    monkeypatch.setattr(bootstrap.os, "execv", lambda path, arguments: None)
+    monkeypatch.setattr(bootstrap, "set_up", wanted.append)
+    monkeypatch.setattr(bootstrap, "soak", lambda arguments: 0)
+    bootstrap.main(["demo", *rest])
+    assert wanted == [extras]
+
+
 def test_one_failing_linter_fails_the_test_run_and_is_named(installed, monkeypatch, capsys):
     monkeypatch.setattr(installed.subprocess, "call", lambda command, **options: int("lint-imports" in command[0]))
     assert installed.test([]) == 1
