@@ -30,7 +30,9 @@ class Share:
         n, p, square = self.total, self.value, Z95**2
         centre = (p + square / (2 * n)) / (1 + square / n)
         half = Z95 / (1 + square / n) * math.sqrt(p * (1 - p) / n + square / (4 * n * n))
-        return max(0.0, centre - half), min(1.0, centre + half)
+        # At the ends the interval touches them exactly; rounding must not say otherwise.
+        low = centre - half if self.correct else 0.0
+        return low, centre + half if self.correct < n else 1.0
 
     def as_json(self) -> dict[str, Any]:
         """Counts, share and interval."""
