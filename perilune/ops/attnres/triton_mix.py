@@ -8,6 +8,9 @@ are added in a fixed order: results repeat bit for bit.
 With g_i = <dmix, v_i>, f_i = p_i (g_i - sum_j p_j g_j) r_i:   dv_i = p_i dmix + f_i c - f_i s_i r_i v_i / D,  dc = sum f_i v_i
 """
 
+# What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
+from perilune.ops.triton.sizes import power_of_two
 
 
 @triton.jit
@@ -216,7 +220,7 @@ def forward(
         _forward_kernel[(rows,)](
             views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, parameter(score_weight_D),
             None if norm_weight_D is None else parameter(norm_weight_D), total, mixed, out, statistics, eps, norm_eps,
-            D=width, BD=triton.next_power_of_2(width), ALIGNED=_aligned(views, strides, width), STAGES=stages,
+            D=width, BD=power_of_two(width), ALIGNED=_aligned(views, strides, width), STAGES=stages,
             num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     return total, out, mixed, statistics
@@ -240,7 +244,7 @@ def backward(
         _backward_kernel[(programs,)](
             views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
             parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
-            norm_eps, D=width, BD=triton.next_power_of_2(width), BM=triton.next_power_of_2(len(sources)),
+            norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),
             ALIGNED=_aligned(views, strides, width), STAGES=stages, num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
@@ -256,4 +260,4 @@ def _aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> boo
 
 def warps_for(width: int, most: int) -> int:
     """Warps of a program that holds a row: no more than leave eight numbers to a thread."""
-    return max(1, min(most, triton.next_power_of_2(width) // 256))
+    return max(1, min(most, power_of_two(width) // 256))

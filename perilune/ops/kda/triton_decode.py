@@ -17,14 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.ops.kda.arguments import L2_EPS
+from perilune.ops.triton.gates import sigmoid, silu
+from perilune.ops.triton.sizes import power_of_two
 
 INNER = 32  # KI: numbers of a state row that lie side by side in a warp
 FEW_HEADS = 132  # programs up to which a multiprocessor has no more than one of them
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -82,11 +79,6 @@ def store_window(raw, window, channel, mask, taps, W: tl.constexpr):
 def load_weight(weight, channel, mask, taps, W: tl.constexpr):
     """[..., taps] weights of the convolution."""
     return tl.load(weight + channel * W + taps, mask & (taps < W), 0.0)
-
-
-@triton.jit
-def silu(x):
-    return x * sigmoid(x)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -163,15 +155,15 @@ def _decode_kernel(
 
 def tile(key_dim: int, value_dim: int, taps: int) -> dict[str, int]:
     """Sizes of the tiles: powers of two around K, V and W."""
-    inner = min(INNER, triton.next_power_of_2(key_dim))
-    rows, columns = triton.next_power_of_2(value_dim), triton.next_power_of_2(key_dim)
-    return {"KO": columns // inner, "KI": inner, "BV": rows, "WP": max(4, triton.next_power_of_2(taps))}
+    inner = min(INNER, power_of_two(key_dim))
+    rows, columns = power_of_two(value_dim), power_of_two(key_dim)
+    return {"KO": columns // inner, "KI": inner, "BV": rows, "WP": max(4, power_of_two(taps))}
 
 
 def settings(programs: int, key_dim: int, value_dim: int) -> dict[str, int]:
     """Launch options, the fastest of those measured on one H200 at K = V = 128: where a multiprocessor has but one program,
     many warps to fetch for it; else registers for two programs, so that one reads while the other computes."""
-    numbers = triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
+    numbers = power_of_two(key_dim) * power_of_two(value_dim)
     warps = max(1, min(16 if programs <= FEW_HEADS else 8, numbers // (32 * 32)))
     return {"num_warps": warps, "maxnreg": 128} if warps == 8 else {"num_warps": warps}
 

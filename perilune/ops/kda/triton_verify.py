@@ -17,13 +17,12 @@ from perilune.ops.kda.triton_decode import (
     decay,
     gated_norm,
     load_weight,
-    sigmoid,
-    silu,
     tile,
     unit,
     write,
 )
 from perilune.ops.kda.verify import Projections
+from perilune.ops.triton.gates import sigmoid, silu
 
 
 @triton.jit

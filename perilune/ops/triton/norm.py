@@ -16,13 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
+from perilune.ops.triton.gates import sigmoid
+from perilune.ops.triton.sizes import blocks, power_of_two
 
 TILE = 2048  # numbers that a program holds at once, if a row is no longer
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -39,7 +36,7 @@ def _forward_kernel(
     if weight is not None:
         v = v * tl.load(weight + at, at < D, 0.0)[None, :]
     if gate is not None:
-        v = v * _sigmoid(tl.load(gate + row[:, None] * gate_stride + at[None, :], inside, 0.0).to(tl.float32))
+        v = v * sigmoid(tl.load(gate + row[:, None] * gate_stride + at[None, :], inside, 0.0).to(tl.float32))
     tl.store(y + row[:, None] * D + at[None, :], v.to(y.dtype.element_ty), inside)
     if rstds is not None:
         tl.store(rstds + row, r, row < rows)
@@ -64,7 +61,7 @@ def _backward_kernel(
         normed = tl.load(x + row[:, None] * x_stride + at[None, :], inside, 0.0).to(tl.float32) * r
         d = tl.load(dy + row[:, None] * dy_stride + at[None, :], inside, 0.0).to(tl.float32)
         if gate is not None:
-            opened = _sigmoid(tl.load(gate + row[:, None] * gate_stride + at[None, :], inside, 0.0).to(tl.float32))
+            opened = sigmoid(tl.load(gate + row[:, None] * gate_stride + at[None, :], inside, 0.0).to(tl.float32))
             pull = d * normed * w[None, :] * (opened * (1.0 - opened))
             tl.store(dgate + row[:, None] * D + at[None, :], pull.to(dgate.dtype.element_ty), inside)
             d = d * opened
@@ -111,7 +108,7 @@ def forward(
         x, x_stride = as_rows(x)
         gate, gate_stride = (None, 0) if gate is None else as_rows(gate)
         tile = _tile(width)
-        _forward_kernel[(triton.cdiv(rows, tile["BR"]),)](
+        _forward_kernel[(blocks(rows, tile["BR"]),)](
             x, x_stride, gate, gate_stride, None if weight is None else parameter(weight), y, rstds, rows, inverse, eps,
             **tile,
         )  # fmt: skip
@@ -125,7 +122,7 @@ def backward(
     rows, width = len(rstds), x.shape[-1]
     dx, dgate = fresh(x), None if gate is None else fresh(gate)
     tile = _tile(width)
-    programs = min(triton.cdiv(rows, tile["BR"]), 4 * units(x.device))
+    programs = min(blocks(rows, tile["BR"]), 4 * units(x.device))
     dweight = None if weight is None else torch.empty(programs, width, device=x.device)
     if rows:
         x, x_stride = as_rows(x)
@@ -139,6 +136,6 @@ def backward(
 
 
 def _tile(width: int) -> dict[str, int]:
-    columns = triton.next_power_of_2(width)
+    columns = power_of_two(width)
     rows = max(1, TILE // columns)
     return {"D": width, "BD": columns, "BR": rows, "num_warps": max(1, min(8, rows * columns // 512))}

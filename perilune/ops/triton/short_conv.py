@@ -6,6 +6,9 @@ unfinished gradients in registers; so each input is read once (but for the W - 1
 slope of SiLU is taken once. The weight's gradient is one partial sum a program, added in a fixed order.
 """
 
+# What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -15,15 +18,12 @@ from torch import Tensor
 
 from perilune.ops.native.rows import fresh, parameter
 from perilune.ops.segments import Segments
+from perilune.ops.triton.gates import sigmoid
+from perilune.ops.triton.sizes import blocks
 
 TOKENS, CHANNELS = 16, 256  # tile of the forward kernel; with those below the fastest measured on one H200
 RUN, RUNS, TOGETHER = 64, 2, 4  # of the backward kernel: it fetches the inputs of TOGETHER tokens before it uses them
 WARPS = 4
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _forward_kernel(
             seen = mask & (since >= W - 1 - j)
         v = _input(x, x_token, window, t - (W - 1 - j), channel, seen, X, W)
         total += tl.load(weight + channel * W + j, channel < X, 0.0) * v
-    tl.store(y + (batch * T + t) * X + channel, (total * _sigmoid(total)).to(y.dtype.element_ty), mask)
+    tl.store(y + (batch * T + t) * X + channel, (total * sigmoid(total)).to(y.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _backward_kernel(
             total = tl.zeros([RUNS, BX], tl.float32)
             for j in tl.static_range(W):
                 total += taps[j] * visible[j]
-            opened = _sigmoid(total)
+            opened = sigmoid(total)
             dpre = slopes[i].to(tl.float32) * (opened * (1.0 + total * (1.0 - opened)))
             reach, sums = (), ()
             for j in tl.static_range(W):
@@ -128,7 +128,7 @@ def forward(x_BTX: Tensor, weight_XW: Tensor, window_BXW1: Tensor | None, segmen
     y_BTX = fresh(x_BTX)
     if y_BTX.numel():
         x, window, offset = _inputs(x_BTX, window_BXW1, segments)
-        _forward_kernel[(triton.cdiv(width, CHANNELS), triton.cdiv(length, TOKENS), batch)](
+        _forward_kernel[(blocks(width, CHANNELS), blocks(length, TOKENS), batch)](
             x, x.stride(0), x.stride(1), parameter(weight_XW), window, offset, y_BTX, length, width,
             W=weight_XW.shape[1], BT=TOKENS, BX=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
@@ -143,12 +143,12 @@ def backward(
     taps = weight_XW.shape[1]
     dx_BTX = fresh(x_BTX)
     dwindow = None if window_BXW1 is None else torch.zeros_like(window_BXW1, memory_format=torch.contiguous_format)
-    blocks = triton.cdiv(length, RUN * RUNS)
-    dweight = torch.empty(batch * blocks, taps, width, device=x_BTX.device)
+    groups = blocks(length, RUN * RUNS)
+    dweight = torch.empty(batch * groups, taps, width, device=x_BTX.device)
     if dx_BTX.numel():
         x, window, offset = _inputs(x_BTX, window_BXW1, segments)
         dy = dy_BTX if dy_BTX.stride(2) == 1 else dy_BTX.contiguous()
-        _backward_kernel[(triton.cdiv(width, CHANNELS), blocks, batch)](
+        _backward_kernel[(blocks(width, CHANNELS), groups, batch)](
             x, x.stride(0), x.stride(1), parameter(weight_XW), window, offset, dy, dy.stride(0), dy.stride(1), dx_BTX,
             dwindow, dweight, length, width, W=taps, RUN=RUN, RUNS=RUNS, BX=CHANNELS, TOGETHER=TOGETHER, num_warps=WARPS,
         )  # fmt: skip

@@ -12,21 +12,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.native.rows import as_rows, fresh
+from perilune.ops.triton.gates import sigmoid
+from perilune.ops.triton.sizes import blocks, power_of_two
 
 BLOCK = 2048  # numbers of a row that one program takes
 WARPS = 4
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _capped(x, cap, CAPPED: tl.constexpr):
     """cap * tanh(x / cap) and its slope 1 - tanh^2; x and 1 without a cap."""
     if CAPPED:
-        half = _sigmoid(2.0 * x / cap)
+        half = sigmoid(2.0 * x / cap)
         # 1 - tanh^2 = 4 half (1 - half): exact zero where the cap is reached, never an infinity
         return cap * (2.0 * half - 1.0), 4.0 * half * (1.0 - half)
     return x, tl.full(x.shape, 1.0, tl.float32)
@@ -37,15 +34,15 @@ def _forward_kernel(
     gate, gate_stride, up, up_stride, y, F, beta, linear_beta, BLOCK: tl.constexpr, GATE_CAPPED: tl.constexpr,
     UP_CAPPED: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(F, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pieces = tl.cdiv(F, BLOCK)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    at = (tl.program_id(0) % pieces).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
     a = tl.load(gate + row * gate_stride + at, inside, 0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + at, inside, 0.0).to(tl.float32)
     left, _ = _capped(a, beta, GATE_CAPPED)
     right, _ = _capped(b, linear_beta, UP_CAPPED)
-    tl.store(y + row * F + at, (left * _sigmoid(a) * right).to(y.dtype.element_ty), inside)
+    tl.store(y + row * F + at, (left * sigmoid(a) * right).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -53,16 +50,16 @@ def _backward_kernel(
     gate, gate_stride, up, up_stride, dy, dy_stride, dgate, dup, F, beta, linear_beta, BLOCK: tl.constexpr,
     GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(F, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pieces = tl.cdiv(F, BLOCK)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    at = (tl.program_id(0) % pieces).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
     a = tl.load(gate + row * gate_stride + at, inside, 0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + at, inside, 0.0).to(tl.float32)
     d = tl.load(dy + row * dy_stride + at, inside, 0.0).to(tl.float32)
     left, left_slope = _capped(a, beta, GATE_CAPPED)
     right, right_slope = _capped(b, linear_beta, UP_CAPPED)
-    opened = _sigmoid(a)
+    opened = sigmoid(a)
     da = d * right * (opened * left_slope + opened * (1.0 - opened) * left)
     db = d * left * opened * right_slope
     tl.store(dgate + row * F + at, da.to(dgate.dtype.element_ty), inside)
@@ -120,7 +117,7 @@ def _rows(
         width = inputs[0].shape[-1]
         rows = inputs[0].numel() // width
         views, strides = zip(*[as_rows(x) for x in inputs], strict=True)
-    block = min(BLOCK, triton.next_power_of_2(width))
+    block = min(BLOCK, power_of_two(width))
     options = {
         "F": width,
         "beta": beta or 0.0,
@@ -130,4 +127,4 @@ def _rows(
         "UP_CAPPED": linear_beta is not None,
         "num_warps": max(1, min(WARPS, block // 256)),
     }
-    return list(views), list(strides), rows * triton.cdiv(width, block), options
+    return list(views), list(strides), rows * blocks(width, block), options

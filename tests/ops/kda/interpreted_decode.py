@@ -8,7 +8,7 @@ from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
-from perilune.ops.kda.decode import kda_decode_step, select
+from perilune.ops.kda.decode import kda_decode_step
 
 SHAPES = [  # B, H, K, V, W
     (1, 4, 64, 64, 4),
