@@ -95,7 +95,13 @@ class EvictionQueue:
 
     def _is_current(self, page: int, node: Node | None, checkpoint: Checkpoint | None, version: int) -> bool:
         if node is None:
-            return version == self._versions[page] and self._pool.is_evictable(page) and self._trie.is_leaf(page)
+            # The page may hold a checkpoint by now: then no prefix names it.
+            return (
+                version == self._versions[page]
+                and page in self._trie.of_page
+                and self._pool.is_evictable(page)
+                and self._trie.is_leaf(page)
+            )
         assert checkpoint is not None, "an entry of a node has the checkpoint it was made for"
         return (
             node.checkpoint is checkpoint

@@ -270,8 +270,11 @@ class HybridCache:
             lease = record.lease
             if failed:
                 lease.broken, lease.publishing = True, False
+            end = record.end
+            if lease.request in kept and not lease.released:
+                end = self._take_back(record, kept[lease.request], number)
             if lease.publishing and not lease.released:
-                self._commit(record, kept.get(lease.request, record.end - record.start), number)
+                self._commit(record, end)
             else:
                 self.store.drop(*(export.targets for export in record.exports))
             if record.first:
@@ -280,13 +283,17 @@ class HybridCache:
         for lease in step.closing:
             self._close(lease)
 
-    def _commit(self, record: ChunkRecord, kept: int, step: int) -> None:
-        lease, unit = record.lease, self.geometry.unit
-        end = record.start + kept
+    def _take_back(self, record: ChunkRecord, kept: int, step: int) -> int:
+        """Forget the tokens of a chunk behind the first `kept`; returns where it ends now."""
+        lease, end = record.lease, record.start + kept
         assert 0 <= kept and end <= record.end, f"{kept} tokens kept of a chunk of {record.end - record.start}"
         if end < record.end:
             assert lease.last_step == step, f"request {lease.request!r}: tokens behind rejected ones are under way"
             lease.scheduled = end
+        return end
+
+    def _commit(self, record: ChunkRecord, end: int) -> None:
+        lease, unit = record.lease, self.geometry.unit
         units = min(end // unit, len(lease.chain.digests))
         for index in range(lease.published, units):
             self._publish(lease, index)
