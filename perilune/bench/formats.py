@@ -3,7 +3,7 @@
 Two KDA and two MLA layers in the released widths, with fewer experts and a smaller vocabulary so that it fits a disk. Each
 conversion runs in a process of its own, which reports its time without start-up and the peak of its resident memory; the
 peer, also in a process of its own, loads every file of the result with the safetensors library and saves it again, synced as
-ours are. `extra.peak_over_shard` is our peak divided by the largest file that was written: below 1 the conversion never held
+ours are. Both begin with files that are not in memory. Ours also hashes what it reads of a run and all that it writes. `extra.peak_over_shard` is our peak divided by the largest file that was written: below 1 the conversion never held
 one shard.
 """
 
@@ -119,8 +119,17 @@ def _weights(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
 
+def _forget(folder: Path) -> None:
+    """Ask the system to drop its copy of the weights in memory, so that both sides read them from the disk."""
+    if hasattr(os, "posix_fadvise"):
+        for path in _weights(folder):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def work(order: dict[str, Any]) -> dict[str, Any]:
     """What a child process does: one conversion, or the peer's copy."""
+    _forget(Path(order["source"]))
     began = time.perf_counter()
     if order["what"] == "convert":
         convert(order["source"], order["out"], **order["options"])

@@ -13,10 +13,12 @@ from perilune.config.parse import to_toml
 from perilune.config.published import to_json
 from perilune.config.publishing import generation_config, without_extra_layers
 from perilune.config.train import DataConfig, TrainConfig
+from perilune.errors import ConfigError, RequestError
 from perilune.loading.native import PUBLISHED, TOKENIZERS, index_of
 from perilune.model.hf import PlannedFile, Source
 from perilune.model.hf.source import INDEX
 from perilune.rundir import config_hash, sync_directory, write_atomic
+from perilune.tokenizer import load_tokenizer
 
 SUMS = "SHA256SUMS"
 CHECKPOINT = "checkpoints/step-00000000"
@@ -79,12 +81,15 @@ def finish_native(
     _copy_side_files(given, partial, lambda name: name in (*TOKENIZERS, "chat.json"))
     _copy_side_files(given, kept, lambda name: name not in (*TOKENIZERS, "chat.json"))
     _write_json(kept / "config.json", to_json(published))
-    tokenizer = next((name for name in TOKENIZERS if name in given.side_files), None)
-    if tokenizer is None:
-        given.notes.append("there is no tokenizer; put a tokenizer.json into the run before generating text")
+    name = next((name for name in TOKENIZERS if name in given.side_files), None)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(partial)
+    except (RequestError, ConfigError) as error:
+        given.notes.append(f"there is no tokenizer that can be read, so the run cannot generate text yet: {error}")
     (partial / "probes").mkdir(exist_ok=True)
-    _write_json(partial / CHECKPOINT / "state.json", index_of(files, done, origin))
+    _write_json(partial / CHECKPOINT / "state.json", index_of(files, done, origin, tokenizer))
     sync_directory(partial / CHECKPOINT)
-    data = DataConfig(tokenizer=str(target.resolve() / tokenizer)) if tokenizer else DataConfig()
+    data = DataConfig(tokenizer=str(target.resolve() / name)) if name else DataConfig()
     config = TrainConfig(model=published.model, data=data)
     write_atomic(partial / "config.toml", f"# sha256 {config_hash(config)}\n{to_toml(config)}".encode())

@@ -25,7 +25,7 @@ from perilune.model.hf.names import Place
 from perilune.model.hf.shard_file import Entry, FileReader, Planned, aligned, read_header
 from perilune.rundir import RunDir
 from perilune.shapes.tensors import checkpoint_tensors, text_tensors
-from perilune.tokenizer import load_tokenizer
+from perilune.tokenizer import Tokenizer, load_tokenizer
 
 PUBLISHED = "published"
 TOKENIZERS = ("tokenizer.json", "tiktoken.model")
@@ -157,8 +157,10 @@ def _chain(source: Source, ordered: list[Place]) -> Iterator[Tensor]:
         yield from source.pieces(place.name)
 
 
-def index_of(files: dict[str, list[PlannedFile]], done: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The checkpoint's state.json."""
+def index_of(
+    files: dict[str, list[PlannedFile]], done: dict[str, Any], origin: str, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The checkpoint's state.json. There is no training to resume: the loader's fingerprint fits no text."""
     tensors: dict[str, Any] = {
         kind: {
             tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "file": file.name}
@@ -172,5 +174,13 @@ def index_of(files: dict[str, list[PlannedFile]], done: dict[str, Any], origin: 
         "step": 0,
         "files": done,
         "tensors": {"optimizer": {}} | tensors,
-        "state": {"tokens": 0, "converted_from": origin},
+        "state": {
+            "tokens": 0,
+            "converted_from": origin,
+            "tokenizer": {
+                "fingerprint": tokenizer.fingerprint if tokenizer else "",
+                "vocab_size": tokenizer.vocab_size if tokenizer else 0,
+            },
+            "loader": {"fingerprint": "converted, not trained here"},
+        },
     }
