@@ -32,7 +32,7 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _pick(choices, i):
+def pick(choices, i):
     """choices[i] of a tuple of pointers or numbers, for an i known at run time."""
     chosen = choices[0]
     for j in tl.static_range(1, len(choices)):
@@ -42,7 +42,7 @@ def _pick(choices, i):
 
 @triton.jit
 def _load(sources, strides, i, row, at, inside, ALIGNED: tl.constexpr):
-    start = _pick(sources, i) + row * _pick(strides, i)
+    start = pick(sources, i) + row * pick(strides, i)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     return tl.load(start + at, inside, 0.0)
@@ -57,8 +57,8 @@ def _score(v, c, eps, D: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    bank, strides, live, live_stride, delta, delta_stride, score_weight, norm_weight, total, mixed, out, statistics, eps,
-    norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    bank, strides, live, live_stride, delta, delta_stride, partial, partial_top, partial_denominator, score_weight,
+    norm_weight, total, mixed, out, statistics, eps, norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = len(bank)
     row = tl.program_id(0).to(tl.int64)
@@ -78,6 +78,13 @@ def _forward_kernel(
         tl.store(statistics + N, top)
         tl.store(statistics + 2 * N + 1, rstd)
     acc, denominator = v, 1.0
+    if partial is not None:  # a bank that is already summed counts as one source
+        score = tl.load(partial_top + row)
+        higher = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
+        kept, weight = tl.exp(top - higher), tl.exp(score - higher)
+        acc = acc * kept + weight * tl.load(partial + row * D + at, inside, 0.0).to(tl.float32)
+        denominator = kept + weight * tl.load(partial_denominator + row)
+        top = higher
     if N > 0:
         for i in tl.range(0, N, num_stages=STAGES):
             v = _load(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
@@ -144,7 +151,7 @@ def _backward_kernel(
             if dtotal is not None:
                 last = inside & (i == M - 1)
                 dv += tl.load(dtotal + row * dtotal_stride + at, last, 0.0).to(tl.float32)
-            target = _pick(gradients, i) + row * D
+            target = pick(gradients, i) + row * D
             if ALIGNED:
                 target = tl.multiple_of(target, 16)
             tl.store(target + at, dv.to(gradients[0].dtype.element_ty), inside)
@@ -192,16 +199,17 @@ class _Read(torch.autograd.Function):
         return dscore_D, dnorm_D, gradients[-1] if ctx.added else None, None, None, *dsources
 
 
-def _rows(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def row_views(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Tensors [..., D] as rows, and the numbers from one row to the next."""
     views, strides = zip(*[as_rows(x) for x in tensors], strict=True)
     return views, strides
 
 
 def forward(
     sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
-    norm_eps: float, training: bool = False, num_warps: int = 4, stages: int = 3,
+    norm_eps: float, training: bool = False, partial: Sequence[Tensor | None] = (None, None, None), num_warps: int = 4, stages: int = 3,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the forward kernel.
+    """Launch the forward kernel. `partial`: sums, largest scores and denominators of further sources, dense rows.
 
     Returns:
         (running sum or None without delta, output, the mix before its norm, statistics [rows, 2 M + 1]: scores, rstd, and the
@@ -210,7 +218,7 @@ def forward(
     first = sources[0]
     width = first.shape[-1]
     rows = first.numel() // width if width else 0
-    views, strides = _rows(sources)
+    views, strides = row_views(sources)
     total = None if delta is None else fresh(first)
     out = fresh(first)
     mixed = fresh(first) if training and norm_weight_D is not None else None
@@ -218,9 +226,9 @@ def forward(
     if rows:
         delta_rows, delta_stride = (None, 0) if delta is None else as_rows(delta)
         _forward_kernel[(rows,)](
-            views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, parameter(score_weight_D),
+            views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, *partial, parameter(score_weight_D),
             None if norm_weight_D is None else parameter(norm_weight_D), total, mixed, out, statistics, eps, norm_eps,
-            D=width, BD=power_of_two(width), ALIGNED=_aligned(views, strides, width), STAGES=stages,
+            D=width, BD=power_of_two(width), ALIGNED=aligned(views, strides, width), STAGES=stages,
             num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     return total, out, mixed, statistics
@@ -233,7 +241,7 @@ def backward(
     """Launch the backward kernel. Returns the gradients of the score weight, the norm weight and the sources."""
     first = sources[0]
     rows, width = len(statistics), first.shape[-1]
-    views, strides = _rows(sources)
+    views, strides = row_views(sources)
     gradients = [fresh(x) for x in sources]
     programs = min(rows, per_unit * units(first.device))
     dscore = torch.empty(programs, width, device=first.device)
@@ -245,13 +253,13 @@ def backward(
             views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
             parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
             norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),
-            ALIGNED=_aligned(views, strides, width), STAGES=stages, num_warps=warps_for(width, num_warps),
+            ALIGNED=aligned(views, strides, width), STAGES=stages, num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
     return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), gradients
 
 
-def _aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> bool:
+def aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> bool:
     """Whether every row of every tensor, those to be written included, starts at a multiple of 16 bytes. The compiler sees
     this of an argument but not of one picked from several."""
     step = 16 // views[0].element_size()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
+from perilune.ops.attnres.mixing import select as select_mix
+from perilune.ops.choice import Choice
 
 
 class PartialMix(NamedTuple):
@@ -23,7 +25,8 @@ class PartialMix(NamedTuple):
     Attributes:
         max: [S, ...] largest score; None for an empty bank.
         denominator: [S, ...] sum of exp(score - max).
-        acc: [S, ..., D] sum of exp(score - max) * value. All three in float32, or float64 for float64 sources.
+        acc: [S, ..., D] sum of exp(score - max) * value. All three in float32, or float64 for float64 sources; the Triton
+            form keeps acc in the sources' dtype.
         score_weights_SD: each site's score weight.
         eps: of the scores' norm.
     """
@@ -33,6 +36,16 @@ class PartialMix(NamedTuple):
     acc: Tensor | None
     score_weights_SD: Tensor
     eps: float
+
+
+def select(bank: Sequence[Tensor], *others: Tensor) -> Choice:
+    """Say which implementation of the two phases runs for a bank (n >= 1) and score weights or a running sum, and why."""
+    choice = select_mix(bank)
+    if choice.implementation != "triton":
+        return Choice("torch", choice.reason if choice.implementation == "torch" else "two phases have no such form")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*bank, *others)):
+        return Choice("torch", "plain torch: the Triton form of two phases has no gradients")
+    return choice
 
 
 def phase_one(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> PartialMix:
@@ -58,6 +71,10 @@ def phase_one(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> P
         )
     if not bank:
         return PartialMix(None, None, None, score_weights_SD, eps)
+    if select(bank, score_weights_SD).implementation == "triton":
+        from perilune.ops.attnres.triton_two_phase import phase_one as fused
+
+        return PartialMix(*fused(bank, score_weights_SD, eps), score_weights_SD, eps)
     values = [source.to(torch.promote_types(source.dtype, torch.float32)) for source in bank]
     scores_MS = torch.stack([_scores(v, score_weights_SD, eps).movedim(-1, 0) for v in values])
     top_S = scores_MS.detach().amax(0)
@@ -87,7 +104,13 @@ def merge(partial: PartialMix, site: int, live: Tensor) -> Tensor:
         raise ConfigError(f"merge got site={site}; the partial mix has sites 0..{len(partial.score_weights_SD) - 1}")
     if partial.max is None:
         return live
-    value = live.to(partial.acc.dtype)
+    parts = (partial.acc[site], partial.max[site], partial.denominator[site])
+    fused = partial.acc.dtype == live.dtype and live.shape == parts[0].shape and all(x.is_contiguous() for x in parts)
+    if fused and select([live], *parts, partial.score_weights_SD).implementation == "triton":
+        from perilune.ops.attnres.triton_mix import forward
+
+        return forward([live], None, partial.score_weights_SD[site], partial.eps, None, 0.0, partial=parts)[1]
+    value = live.to(partial.max.dtype)
     score = _scores(value, partial.score_weights_SD[site : site + 1], partial.eps)[..., 0]
     top = torch.maximum(partial.max[site], score.detach())
     kept, added = (partial.max[site] - top).exp(), (score - top).exp()
