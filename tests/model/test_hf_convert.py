@@ -257,6 +257,7 @@ for source, out, stops in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.soak
 def test_kill_9_anywhere_and_the_same_command_again_gives_the_same_bytes(tmp_path, count):
     """A child is killed before its n-th sync or rename; the next one goes on and is killed further on."""
     published, native = tmp_path / "published", tmp_path / "native"
