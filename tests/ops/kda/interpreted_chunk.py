@@ -13,7 +13,7 @@ from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
-from perilune.ops.kda.triton import launch, plan
+from perilune.ops.kda.triton import configs, launch, plan
 
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 
@@ -22,6 +22,12 @@ BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 def _triton() -> Iterator[None]:
     with force("triton"):
         yield
+
+
+@pytest.fixture(params=[False, True], ids=["", "two_step"])
+def prepare_stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the prepare stage."""
+    monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
 
 
 @pytest.fixture
@@ -38,12 +44,12 @@ def transposed_state(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return inputs | {"initial_state": inputs["initial_state"].transpose(-1, -2).contiguous()}
 
 
-def test_gradients_of_the_bounded_gate() -> None:
+def test_gradients_of_the_bounded_gate(prepare_stage: None) -> None:
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **BOUNDED), reference(inputs, **BOUNDED), 1e-4)
 
 
-def test_gradients_with_two_value_heads_a_key_head_and_two_rows() -> None:
+def test_gradients_with_two_value_heads_a_key_head_and_two_rows(prepare_stage: None) -> None:
     inputs = transposed_state(raw_inputs(2, 17, 1, 2, 32, 64))
     options = BOUNDED | {"state_v_first": True, "scale": 0.3}
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **options), reference(inputs, **options), 1e-4)
@@ -56,7 +62,7 @@ def test_gradients_of_the_softplus_gate() -> None:
     assert_close(got, reference(inputs, **IN_KERNEL), 1e-4)
 
 
-def test_gradients_of_values_taken_as_they_are() -> None:
+def test_gradients_of_values_taken_as_they_are(prepare_stage: None) -> None:
     """No gate, no norm, no sigmoid in the kernel; a write strength of 0 still has a gradient."""
     inputs = raw_inputs(1, 40, 1, 1, 32, 16)
     del inputs["A_log"], inputs["dt_bias"]
@@ -91,7 +97,7 @@ def test_t04_composition_of_many_segments_keeps_float32(segments: None) -> None:
     assert relative_error(o, truth) < 4e-6 and relative_error(final, state) < 4e-6
 
 
-def test_t01_later_tokens_do_not_move_earlier_ones() -> None:
+def test_t01_later_tokens_do_not_move_earlier_ones(prepare_stage: None) -> None:
     first = {n: x.float() for n, x in raw_inputs(1, 130, 1, 1, 32, 16).items()}
     second = {n: x.clone() for n, x in first.items()}
     for name in ("q", "k", "v", "g", "beta"):
@@ -106,7 +112,7 @@ def test_t01_later_tokens_do_not_move_earlier_ones() -> None:
 
 
 @pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_with_slow_decay(doubled: bool) -> None:
+def test_t02_one_key_repeated_with_slow_decay(doubled: bool, prepare_stage: None) -> None:
     inputs = raw_inputs(1, 192, 1, 1, 32, 16)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
@@ -120,7 +126,7 @@ def test_t02_one_key_repeated_with_slow_decay(doubled: bool) -> None:
 
 
 @pytest.mark.parametrize("logit", [-40.0, 40.0])
-def test_gates_at_either_end(logit: float) -> None:
+def test_gates_at_either_end(logit: float, prepare_stage: None) -> None:
     """Decays of e^-5 in every channel use the whole range of the shifted factors; decays of 1 the other end of it."""
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     inputs["g"][:] = logit
@@ -156,8 +162,8 @@ def test_strided_inputs_are_read_in_place_and_nothing_beside_them() -> None:
     assert all(launch.flat(view).data_ptr() == view.data_ptr() for view in views.values())
 
 
-def test_every_element_of_the_buffers_is_written(poisoned_memory: None) -> None:
-    inputs = raw_inputs(1, 70, 1, 2, 32, 16, sequences=2)
+def test_every_element_of_the_buffers_is_written(poisoned_memory: None, prepare_stage: None) -> None:
+    inputs = raw_inputs(1, 70, 1, 1, 32, 16, sequences=2)
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 67, 70])}
     got = outputs_and_gradients(chunk_kda, inputs, torch.float32, **options)
     assert all(torch.isfinite(x).all() for x in got.values())

@@ -12,6 +12,7 @@ from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
+from perilune.ops.kda.triton.prepare_fast import prepare_fast_kernel, solve_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
 from perilune.ops.triton.available import units
@@ -100,10 +101,20 @@ def prepare(
     grid = (p.chunk_count * heads,)
     if not p.chunk_count:
         return Prepared(Qd, Kd, Kr, P, A, gamma)
-    prepare_kernel[grid](
-        q, k, g, beta, A_log, dt_bias, p.chunks, Qd, Kd, Kr, P, A, gamma,
-        s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale, *strides, **flags, BOUNDED=s.bounded, **configs.PREPARE,
-    )  # fmt: skip
+    inputs, numbers = (
+        (q, k, g, beta, A_log, dt_bias, p.chunks),
+        (s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale),
+    )
+    if s.bounded and configs.TWO_STEP_PREPARE:
+        L = torch.empty(*shape, CHUNK, dtype=torch.float32, device=q.device)
+        prepare_fast_kernel[grid](*inputs, Qd, Kd, Kr, P, gamma, L, *numbers, *strides, **flags, **configs.PREPARE_FAST)
+        solve_kernel[grid](
+            L, A, beta, p.chunks, s.beta_scale, *beta.stride(), heads, SIGMOID=s.beta_sigmoid, **configs.SOLVE
+        )
+    else:
+        prepare_kernel[grid](
+            *inputs, Qd, Kd, Kr, P, A, gamma, *numbers, *strides, **flags, BOUNDED=s.bounded, **configs.PREPARE
+        )
     return Prepared(Qd, Kd, Kr, P, A, gamma)
 
 
