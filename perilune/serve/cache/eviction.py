@@ -1,6 +1,7 @@
 """What to give up when pages run out: what saves least work for its bytes, and what was not used for long.
 
-Two things can go: a checkpoint, and a leaf page of cached tokens with the checkpoints on it. Each has a priority
+Two things can go: a checkpoint, and the end of a cached prefix: its units in one page, with the checkpoints on them, which
+nearly always is all that the page holds. Each has a priority
 
     stamp + (tokens that a hit would have to compute again without it) * (1 + hits) / pages
 
@@ -17,21 +18,12 @@ Cached tokens behind the last checkpoint of their prefix save nothing and go fir
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 from perilune.errors import ConfigError
 from perilune.serve.cache.block_pool import BlockPool
 from perilune.serve.cache.trie import Checkpoint, Node, PrefixTrie, ancestors
 
 ORDERS = ("work", "recency")
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """What goes: a leaf page (`node` is None), or the checkpoint of a node (`page` is -1)."""
-
-    page: int
-    node: Node | None
 
 
 class EvictionQueue:
@@ -52,8 +44,8 @@ class EvictionQueue:
         self._trie, self._pool, self._groups, self._by_work = trie, pool, groups, order == "work"
         self._clock = 0.0
         self._stamps = [0.0] * pool.pages
-        self._versions = [0] * pool.pages
-        self._heap: list[tuple[float, int, int, Node | None, Checkpoint | None, int]] = []
+        # priority, number, node, its checkpoint (None: the prefix itself), version of the node or the checkpoint
+        self._heap: list[tuple[float, int, Node, Checkpoint | None, int]] = []
         self._entries = 0  # tells entries of equal priority apart, older ones first
 
     def __len__(self) -> int:
@@ -74,55 +66,70 @@ class EvictionQueue:
         return self._clock
 
     def offer_page(self, page: int) -> None:
-        """Make a page a candidate if it is one: cached, held by nobody, a leaf."""
-        if self._pool.is_evictable(page) and self._trie.is_leaf(page):
-            self._versions[page] += 1
-            self._push(self._page_priority(page), page, None, None, self._versions[page])
+        """Make the ends of prefixes in a page candidates, as far as they are."""
+        for node in self._trie.of_page.get(page, ()):
+            self.offer(node)
+
+    def offer(self, node: Node) -> None:
+        """Make the end of a prefix a candidate if it is one."""
+        if self._can_go(node):
+            node.version += 1
+            self._push(self._run_priority(node), node, None, node.version)
 
     def offer_checkpoint(self, node: Node) -> None:
         """Make a node's checkpoint a candidate if nobody holds it."""
         checkpoint = node.checkpoint
         if checkpoint is not None and self._pool.is_evictable(checkpoint.pages[0]):
             checkpoint.version += 1
-            self._push(self._checkpoint_priority(node, checkpoint), -1, node, checkpoint, checkpoint.version)
+            self._push(self._checkpoint_priority(node, checkpoint), node, checkpoint, checkpoint.version)
 
-    def _push(self, priority: float, page: int, node: Node | None, checkpoint: Checkpoint | None, version: int) -> None:
+    def _can_go(self, node: Node) -> bool:
+        """Whether evicting the end of a prefix brings nearer that its page is free.
+
+        Not while somebody holds the page, nor while earlier units in the page are the beginning of something else. Those
+        may also stand in the page behind a unit that another request entered first, into a page of its own: that page
+        comes free only after this end has gone.
+        """
+        if not node.is_loose or not self._pool.is_evictable(node.page) or self._trie.nodes.get(node.digest) is not node:
+            return False
+        run = self._trie.run(node)
+        return len(run) == self._pool.bindings(node.page) or _hangs_on_another_page(run)
+
+    def _push(self, priority: float, node: Node, checkpoint: Checkpoint | None, version: int) -> None:
         self._entries += 1
-        heapq.heappush(self._heap, (priority, self._entries, page, node, checkpoint, version))
+        heapq.heappush(self._heap, (priority, self._entries, node, checkpoint, version))
         if len(self._heap) > 4 * self._pool.pages + 64:  # mostly entries out of date
             self._heap = [entry for entry in self._heap if self._is_current(*entry[2:])]
             heapq.heapify(self._heap)
 
-    def _is_current(self, page: int, node: Node | None, checkpoint: Checkpoint | None, version: int) -> bool:
-        if node is None:
-            # The page may hold a checkpoint by now: then no prefix names it.
-            return (
-                version == self._versions[page]
-                and page in self._trie.of_page
-                and self._pool.is_evictable(page)
-                and self._trie.is_leaf(page)
-            )
-        assert checkpoint is not None, "an entry of a node has the checkpoint it was made for"
-        return (
-            node.checkpoint is checkpoint
-            and version == checkpoint.version
-            and self._pool.is_evictable(checkpoint.pages[0])
-        )
+    def _is_current(self, node: Node, checkpoint: Checkpoint | None, version: int) -> bool:
+        if checkpoint is None:
+            return version == node.version and self._can_go(node)
+        current = node.checkpoint is checkpoint and version == checkpoint.version
+        return current and self._pool.is_evictable(checkpoint.pages[0])
 
-    def pop(self) -> Victim:
-        """The candidate that is worth least, which the caller must now evict."""
+    def pop(self) -> tuple[Node, bool]:
+        """The candidate that is worth least, which the caller must evict now: a node, and whether only its checkpoint."""
         while self._heap:
-            priority, _, page, node, checkpoint, version = heapq.heappop(self._heap)
-            if not self._is_current(page, node, checkpoint, version):
+            priority, _, node, checkpoint, version = heapq.heappop(self._heap)
+            if not self._is_current(node, checkpoint, version):
                 continue
             # What it saves may have grown since: a shallower checkpoint of its prefix is gone.
-            now = self._page_priority(page) if node is None else self._checkpoint_priority(node, checkpoint)
+            now = self._run_priority(node) if checkpoint is None else self._checkpoint_priority(node, checkpoint)
             if now > priority:
-                self._push(now, page, node, checkpoint, version)
+                self._push(now, node, checkpoint, version)
                 continue
             if self._by_work:
                 self._clock = max(self._clock, priority)
-            return Victim(page, node)
+            return node, checkpoint is not None
+        return self._blocking(), False
+
+    def _blocking(self) -> Node:
+        """The end of a prefix in a held page that keeps a page which nobody holds; only two requests that entered units
+        of the same prefix by turns leave such a thing, so it may take a search."""
+        for node in self._trie.nodes.values():
+            if node.is_loose and _hangs_on_another_page(self._trie.run(node)):
+                return node
         raise AssertionError(f"{self._pool.evictable} pages can be evicted, but none is a candidate")
 
     def _checkpoint_priority(self, node: Node, checkpoint: Checkpoint) -> float:
@@ -130,20 +137,23 @@ class EvictionQueue:
             return checkpoint.stamp
         return checkpoint.stamp + _saved(node, checkpoint.depth) * (1 + checkpoint.hits) / self._groups
 
-    def _page_priority(self, page: int) -> float:
-        stamp = self._stamps[page]
+    def _run_priority(self, node: Node) -> float:
+        stamp = self._stamps[node.page]
         if not self._by_work:
             return stamp
-        nodes = self._trie.of_page[page]
+        run = self._trie.run(node)
         if not self._trie.stateful:
-            return stamp + float(len(nodes) * self._trie.unit)
-        marked = [node for node in nodes if node.checkpoint is not None]
+            return stamp + float(len(run) * self._trie.unit)
+        marked = [(node, node.checkpoint) for node in run if node.checkpoint is not None]  # deepest first
         if not marked:
             return stamp
-        deepest = max(marked, key=lambda node: node.depth)
-        first = min(marked, key=lambda node: node.depth)
-        hits = max(node.checkpoint.hits for node in marked)
-        return stamp + _saved(first, deepest.depth) * (1 + hits) / (1 + self._groups * len(marked))
+        hits = max(checkpoint.hits for _, checkpoint in marked)
+        return stamp + _saved(marked[-1][0], marked[0][0].depth) * (1 + hits) / (1 + self._groups * len(marked))
+
+
+def _hangs_on_another_page(run: list[Node]) -> bool:
+    parent = run[-1].parent
+    return parent is not None and parent.page != run[-1].page
 
 
 def _saved(node: Node, depth: int) -> int:

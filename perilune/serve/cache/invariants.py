@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from perilune.serve.cache.block_pool import FREE, STATE, TOKENS
 from perilune.serve.cache.lease import Lease, Pin, Step
 from perilune.serve.cache.store import CacheStore
+from perilune.serve.cache.trie import ancestors
 
 
 def check_store(store: CacheStore, sample: int | None) -> None:
@@ -59,17 +60,25 @@ def _check_token_page(store: CacheStore, page: int) -> None:
         if parent is not None:
             assert parent.depth == node.depth - trie.unit, "a prefix is not one unit longer than its parent"
             assert trie.nodes.get(parent.digest) is parent, f"the prefix of {node.depth} tokens has lost its parent"
-            if not pool.is_evictable(page):
-                assert not pool.is_evictable(parent.page), "a held prefix could lose its beginning"
 
 
-def check_users(store: CacheStore, leases: list[Lease], steps: Iterable[Step], pins: Iterable[Pin]) -> None:
+def check_users(store: CacheStore, leases: list[Lease], steps: Iterable[Step], pins: list[Pin]) -> None:
     """Count every page's holders anew, and check each request's table.
 
     Raises:
         AssertionError: with what is wrong.
     """
     holders: Counter[int] = Counter()
+    users = Counter(lease.last_node for lease in leases) + Counter(pin.node for pin in pins)
+    children = Counter(node.parent for node in store.trie.nodes.values())
+    for node in store.trie.nodes.values():
+        assert node.users == users[node], (
+            f"the prefix of {node.depth} tokens has {node.users} users, {users[node]} by name"
+        )
+        if node.users:
+            lost = [n.page for n in ancestors(node) if store.pool.is_evictable(n.page)]
+            assert not lost, f"pages {lost} of a prefix in use could be evicted"
+        assert node.children == children[node], f"the prefix of {node.depth} tokens has {children[node]} children"
     for lease in leases:
         holders.update(lease.held)
         holders.update((*lease.state, *lease.spare, *lease.sources))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from perilune.serve.cache.hashing import TokenChain
 from perilune.serve.cache.plans import ExportState, Operation
-from perilune.serve.cache.trie import Node
+from perilune.serve.cache.trie import Checkpoint, Node
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Lease:
         last_step: the last step with a chunk of it; 0 = none yet.
         published: units of its chain that were entered into the tree, or found there.
         last_node: the node of the last of them.
-        rolling: node with its last checkpoint that the next one supersedes.
+        rolling: its last checkpoint that the next one supersedes, and where it is.
         publishing: False once a step of it failed, or everything was forgotten.
         broken: a step of it failed; its running state is unknown.
         released: nothing more is entered for it.
@@ -53,7 +53,7 @@ class Lease:
     last_step: int = 0
     published: int = 0
     last_node: Node | None = None
-    rolling: Node | None = None
+    rolling: tuple[Node, Checkpoint] | None = None
     publishing: bool = True
     broken: bool = False
     released: bool = False
@@ -61,12 +61,21 @@ class Lease:
 
 @dataclass(slots=True)
 class ChunkRecord:
-    """A chunk under way. The pages of its exports are held until it is settled."""
+    """A chunk under way.
+
+    Attributes:
+        lease: of its request.
+        start, end: tokens before and behind it.
+        exports: states that it writes; their pages are held until it is settled.
+        found: points that the policy wants and that had a checkpoint already, with the reason.
+        first: whether it is the request's first.
+    """
 
     lease: Lease
     start: int
     end: int
     exports: tuple[ExportState, ...]
+    found: tuple[tuple[int, str], ...]
     first: bool
 
 
@@ -85,14 +94,19 @@ class Step:
     closing: list[Lease] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pin:
     """A cached prefix that is not evicted before `HybridCache.unpin`.
 
     Attributes:
-        tokens: of the prefix; a request that begins with them resumes at least there.
+        node: its end; a request that begins with these tokens resumes at least there.
         pages: held, token pages and checkpoint.
     """
 
-    tokens: int
+    node: Node
     pages: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.node.depth

@@ -26,7 +26,6 @@ class Counters:
             were taken; `used` counts hits, `recycled` those superseded by the next one of their request.
         checkpoints_unused: evicted without a hit: wasted writes.
         exports_skipped: wanted by the policy, but there was no page for them.
-        exports_duplicate: not taken, or dropped, because the point has a checkpoint already.
         copies: part-filled pages that were copied.
         tokens_copied: cached tokens in these.
         pages_evicted: pages of cached tokens that were given up.
@@ -46,7 +45,6 @@ class Counters:
     checkpoints_recycled: dict[str, int] = field(default_factory=_by_reason)
     checkpoints_unused: int = 0
     exports_skipped: int = 0
-    exports_duplicate: int = 0
     copies: int = 0
     tokens_copied: int = 0
     pages_evicted: int = 0

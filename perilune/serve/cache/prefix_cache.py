@@ -27,7 +27,7 @@ from perilune.serve.cache.metrics import CacheMetrics
 from perilune.serve.cache.plans import Admission, Chunk, CopyPage, ExportState, Operation, RestoreState, ZeroState
 from perilune.serve.cache.retention import RECYCLED, Retention
 from perilune.serve.cache.store import CacheStore
-from perilune.serve.cache.trie import Match, Node, ancestors
+from perilune.serve.cache.trie import Checkpoint, Match, Node, ancestors
 
 
 class HybridCache:
@@ -111,8 +111,10 @@ class HybridCache:
             if publishing and len(held) + len(sources) + fresh + shape.groups <= self.store.pool.pages
             else 0
         )
+        self.store.use(match.node)
         self.store.hold(held, sources)
         if not self.store.make_room(fresh + spare):
+            self.store.use(None, instead_of=match.node)
             self.store.drop(held, sources)
             self.store.counters.refused += 1
             return None
@@ -187,6 +189,7 @@ class HybridCache:
         self._close(lease)
 
     def _close(self, lease: Lease) -> None:
+        self.store.use(None, instead_of=lease.last_node)
         self.store.drop(lease.held, lease.sources, lease.state, lease.spare)
 
     # ---- steps
@@ -217,16 +220,22 @@ class HybridCache:
             fresh = self.store.take_tokens(missing)
             lease.pages.extend(fresh)
             lease.held.update(fresh)
-        record = ChunkRecord(lease, start, end, self._plan_exports(lease, start, end), first=not lease.last_step)
+        exports, found = self._plan_exports(lease, start, end)
+        record = ChunkRecord(lease, start, end, exports, found, first=not lease.last_step)
         self._steps[-1].records.append(record)
         operations, lease.operations = lease.operations, ()
         lease.scheduled, lease.last_step = end, step
         return Chunk(request, step, start, end, lease.pages, lease.state, operations, record.exports)
 
-    def _plan_exports(self, lease: Lease, start: int, end: int) -> tuple[ExportState, ...]:
+    def _plan_exports(
+        self, lease: Lease, start: int, end: int
+    ) -> tuple[tuple[ExportState, ...], tuple[tuple[int, str], ...]]:
+        """States to write in a chunk, and points that have a checkpoint already, with the reasons to want them."""
+        exports: list[ExportState] = []
+        found: list[tuple[int, str]] = []
         if not self.geometry.groups or not lease.publishing:
-            return ()
-        unit, digests, exports = self.geometry.unit, lease.chain.digests, []
+            return (), ()
+        unit, digests = self.geometry.unit, lease.chain.digests
         points = self.retention.points(
             start, end, unit=unit, prompt=lease.prompt, turn_ends=lease.turn_ends, junction=lease.junction
         )
@@ -234,7 +243,7 @@ class HybridCache:
             index = position // unit - 1
             node = self.store.trie.nodes.get(digests[index]) if index < len(digests) else None
             if node is not None and node.checkpoint is not None:
-                self.store.counters.exports_duplicate += 1
+                found.append((position, reason))
                 continue
             targets, lease.spare = lease.spare, ()
             if not targets:
@@ -243,7 +252,7 @@ class HybridCache:
                     continue
                 targets = self.store.take_state()
             exports.append(ExportState(position, targets, reason))
-        return tuple(sorted(exports, key=lambda export: export.position))
+        return tuple(sorted(exports, key=lambda export: export.position)), tuple(sorted(found))
 
     def finish_step(self, step: int, kept: Mapping[str, int] | None = None) -> None:
         """The oldest step under way has finished: its bytes are there. Enter what it computed into the tree.
@@ -297,11 +306,17 @@ class HybridCache:
         units = min(end // unit, len(lease.chain.digests))
         for index in range(lease.published, units):
             self._publish(lease, index)
+        for position, reason in record.found:
+            if position <= units * unit:
+                self._want_checkpoint(lease, self._node_at(lease, position), reason)
         for export in record.exports:
             if export.position <= units * unit:
                 self._publish_checkpoint(lease, export)
             else:
                 self.store.drop(export.targets)
+
+    def _node_at(self, lease: Lease, position: int) -> Node:
+        return self.store.trie.nodes[lease.chain.digests[position // self.geometry.unit - 1]]
 
     def _publish(self, lease: Lease, index: int) -> None:
         unit, digest = self.geometry.unit, lease.chain.digests[index]
@@ -315,25 +330,37 @@ class HybridCache:
             # page that nobody holds can be evicted, leaves first.
             self.store.hold((node.page,))
             lease.held.add(node.page)
+        self.store.use(node, instead_of=lease.last_node)
         lease.last_node, lease.published = node, index + 1
 
     def _publish_checkpoint(self, lease: Lease, export: ExportState) -> None:
-        node = self.store.trie.nodes[lease.chain.digests[export.position // self.geometry.unit - 1]]
-        if node.checkpoint is not None:
-            self.store.counters.exports_duplicate += 1
+        node = self._node_at(lease, export.position)
+        if node.checkpoint is None:
+            self.store.enter_checkpoint(node, export.targets, export.position, export.reason)
+        else:
             self.store.drop(export.targets)
-            return
-        self.store.enter_checkpoint(node, export.targets, export.position, export.reason)
-        superseded, lease.rolling = lease.rolling, node if export.reason in RECYCLED else None
-        if superseded is not None:
-            self._recycle(superseded)
+        self._want_checkpoint(lease, node, export.reason)
 
-    def _recycle(self, node: Node) -> None:
-        """Drop a checkpoint that nobody but its request, which has a later one now, ever wanted."""
+    def _want_checkpoint(self, lease: Lease, node: Node, reason: str) -> None:
+        """A request has come to a checkpoint, its own or one that it found; the last one it only passed is superseded."""
         checkpoint = node.checkpoint
-        if checkpoint is None or checkpoint.hits or checkpoint.reason not in RECYCLED:
-            return
-        if self.store.pool.is_evictable(checkpoint.pages[0]):
+        if checkpoint is None:
+            return  # one that was found, and has been evicted since
+        superseded, lease.rolling = lease.rolling, None
+        if reason in RECYCLED:
+            checkpoint.claims += 1
+            lease.rolling = node, checkpoint
+        elif checkpoint.reason in RECYCLED:
+            checkpoint.reason = reason
+        if superseded is not None:
+            self._recycle(*superseded)
+
+    def _recycle(self, node: Node, checkpoint: Checkpoint) -> None:
+        """Drop a checkpoint once all requests that passed it have a later one, unless somebody resumed from it."""
+        checkpoint.claims -= 1
+        if node.checkpoint is not checkpoint or checkpoint.claims or checkpoint.hits:
+            return  # evicted, and the node may have another one by now; or still wanted
+        if checkpoint.reason in RECYCLED and self.store.pool.is_evictable(checkpoint.pages[0]):
             self.store.counters.checkpoints_recycled[checkpoint.reason] += 1
             self.store.lose_checkpoint(node, "recycled: its request went on")
 
@@ -345,7 +372,8 @@ class HybridCache:
         if match.node is None:
             return None
         _, held, sources = self._hit_pages(match)
-        pin = Pin(match.resume, (*held, *sources))
+        pin = Pin(match.node, (*held, *sources))
+        self.store.use(pin.node)
         self.store.hold(pin.pages)
         self._pins.append(pin)
         return pin
@@ -353,6 +381,7 @@ class HybridCache:
     def unpin(self, pin: Pin) -> None:
         """Undo one `pin`."""
         self._pins.remove(pin)
+        self.store.use(None, instead_of=pin.node)
         self.store.drop(pin.pages)
 
     def reset(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from perilune.serve.cache.block_pool import STATE, TOKENS, BlockPool
+from perilune.serve.cache.block_pool import FREE, STATE, TOKENS, BlockPool
 from perilune.serve.cache.eviction import EvictionQueue
 from perilune.serve.cache.explain import Losses
 from perilune.serve.cache.geometry import CacheGeometry
@@ -65,6 +65,14 @@ class CacheStore:
             for page in lot:
                 self.pool.hold(page)
 
+    def use(self, node: Node | None, instead_of: Node | None = None) -> None:
+        """A request's or a pin's prefix ends at `node` now, and at `instead_of` no more."""
+        if node is not None:
+            node.users += 1
+        if instead_of is not None:
+            instead_of.users -= 1
+            self.queue.offer(instead_of)
+
     def drop(self, *lots: Iterable[int]) -> None:
         """One holder less for each page; cached pages that nobody holds now count as just used."""
         for lot in lots:
@@ -98,20 +106,21 @@ class CacheStore:
         self._tell(True, "tokens", node)
         return node
 
-    def enter_checkpoint(self, node: Node, pages: tuple[int, ...], depth: int, reason: str) -> None:
+    def enter_checkpoint(self, node: Node, pages: tuple[int, ...], depth: int, reason: str) -> Checkpoint:
         """States of `depth` tokens for a prefix that has none; the caller's hold on the pages ends."""
         assert node.checkpoint is None, f"the prefix of {node.depth} tokens has a checkpoint, which is immutable"
         assert node.depth == depth, f"states of {depth} tokens at a prefix of {node.depth}"
-        node.checkpoint = Checkpoint(pages, depth, node.digest, reason)
+        checkpoint = node.checkpoint = Checkpoint(pages, depth, node.digest, reason)
         self.checkpoints[pages[0]] = node
         for page in pages:
             self.pool.bind(page)
             self.pool.drop(page)
         self.counters.checkpoints_created[reason] += 1
-        self.queue.touch_checkpoint(node.checkpoint)
+        self.queue.touch_checkpoint(checkpoint)
         self.queue.offer_checkpoint(node)
         self.losses.forget(node.digest)
         self._tell(True, "state", node)
+        return checkpoint
 
     def lose_checkpoint(self, node: Node, why: str) -> None:
         """Take a checkpoint out of the cache with the pages of all its groups."""
@@ -131,11 +140,11 @@ class CacheStore:
         if count > self.pool.available:
             return False
         while self.pool.free < count:
-            victim = self.queue.pop()
-            if victim.node is None:
-                self._evict_page(victim.page)
+            node, only_state = self.queue.pop()
+            if only_state:
+                self._evict_checkpoint(node)
             else:
-                self._evict_checkpoint(victim.node)
+                self._evict_end(node)
         return True
 
     def _evict_checkpoint(self, node: Node) -> None:
@@ -145,27 +154,29 @@ class CacheStore:
         self.counters.checkpoints_unused += not checkpoint.hits
         self.lose_checkpoint(node, "evicted")
 
-    def _evict_page(self, page: int) -> None:
-        nodes = self.trie.remove(page)
-        self.counters.pages_evicted += 1
-        for node in reversed(nodes):
+    def _evict_end(self, node: Node) -> None:
+        nodes = self.trie.run(node)
+        self.trie.remove(nodes)
+        for node in nodes:
             if node.checkpoint is not None:
                 self._evict_checkpoint(node)
-            self.pool.unbind(page)
             self.losses.note(node.digest, "tokens evicted")
             self._tell(False, "tokens", node)
-        for parent in {node.parent.page for node in nodes if node.parent is not None and node.parent.page != page}:
-            self.queue.offer_page(parent)  # perhaps a leaf now; not touched: it was used no later than what is gone
+            self.pool.unbind(node.page)
+        self.counters.pages_evicted += self.pool.kind(nodes[0].page) == FREE
+        parent = nodes[-1].parent
+        if parent is not None:
+            self.queue.offer_page(parent.page)  # not touched: it was used no later than what hung on it
 
     def forget_all(self) -> None:
         """Empty the tree; pages that are held stay with their holders until these drop them."""
         for node in list(self.checkpoints.values()):
             self.lose_checkpoint(node, "dropped when everything was forgotten")
-        for page, nodes in list(self.trie.of_page.items()):
-            for node in nodes:
-                self.pool.unbind(page)
-                self._tell(False, "tokens", node)
+        nodes = list(self.trie.nodes.values())
         self.trie.clear()
+        for node in nodes:
+            self.pool.unbind(node.page)
+            self._tell(False, "tokens", node)
         self.losses.clear()
         self.counters.resets += 1
 

@@ -18,17 +18,18 @@ class Checkpoint:
         pages: one for each cache group.
         depth: tokens before it.
         digest: of these tokens.
-        reason: why it was taken, see `retention`.
+        reason: why it is kept, see `retention`.
+        claims: requests that passed here and will supersede it, if it is one that is recycled.
         hits: requests that resumed from it.
         stamp: time of its last use, in the units of the eviction queue.
         version: of its entry in the eviction queue.
     """
 
-    __slots__ = ("depth", "digest", "hits", "pages", "reason", "stamp", "version")
+    __slots__ = ("claims", "depth", "digest", "hits", "pages", "reason", "stamp", "version")
 
     def __init__(self, pages: tuple[int, ...], depth: int, digest: bytes, reason: str) -> None:
         self.pages, self.depth, self.digest, self.reason = pages, depth, digest, reason
-        self.hits, self.stamp, self.version = 0, 0.0, 0
+        self.claims, self.hits, self.stamp, self.version = 0, 0, 0.0, 0
 
 
 class Node:
@@ -40,13 +41,22 @@ class Node:
         parent: one unit earlier; None at the first unit.
         page: holds the unit's tokens, and all earlier ones of this prefix that fall into the same page.
         checkpoint: the states here, or None.
+        children: nodes one unit deeper.
+        users: running requests and pins whose prefix ends here.
+        version: of its entry in the eviction queue.
     """
 
-    __slots__ = ("checkpoint", "depth", "digest", "page", "parent")
+    __slots__ = ("checkpoint", "children", "depth", "digest", "page", "parent", "users", "version")
 
     def __init__(self, digest: bytes, depth: int, parent: Node | None, page: int) -> None:
         self.digest, self.depth, self.parent, self.page = digest, depth, parent, page
         self.checkpoint: Checkpoint | None = None
+        self.children = self.users = self.version = 0
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether nothing hangs on it: no deeper prefix, no request, no pin."""
+        return not self.children and not self.users
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,6 @@ class PrefixTrie:
         self.stateful = stateful
         self.nodes: dict[bytes, Node] = {}
         self.of_page: dict[int, list[Node]] = {}
-        self._children: dict[int, int] = {}  # nodes in other pages whose parents are in this one
 
     def match(self, digests: Sequence[bytes], tokens: int) -> Match:
         """One forward walk over the digests of a prompt with this many tokens; changes nothing. O(units that match)."""
@@ -115,34 +124,38 @@ class PrefixTrie:
         assert digest not in self.nodes, f"the prefix of {depth} tokens is in the tree already"
         node = self.nodes[digest] = Node(digest, depth, parent, page)
         self.of_page.setdefault(page, []).append(node)
-        if parent is not None and parent.page != page:
-            self._children[parent.page] = self._children.get(parent.page, 0) + 1
+        if parent is not None:
+            parent.children += 1
         return node
 
-    def is_leaf(self, page: int) -> bool:
-        """Whether no cached prefix in another page needs this page's tokens."""
-        return not self._children.get(page)
+    def run(self, node: Node) -> list[Node]:
+        """A loose node, and its ancestors in the same page that only it keeps: what can go at once, deepest first."""
+        assert node.is_loose, f"the prefix of {node.depth} tokens is in use"
+        nodes, parent = [node], node.parent
+        while parent is not None and parent.page == node.page and parent.children == 1 and not parent.users:
+            nodes.append(parent)
+            parent = parent.parent
+        return nodes
 
-    def remove(self, page: int) -> list[Node]:
-        """Take all nodes of a leaf page out of the tree and return them."""
-        assert self.is_leaf(page), f"page {page} holds the beginning of other cached prefixes"
-        nodes = self.of_page.pop(page)
+    def remove(self, nodes: Sequence[Node]) -> None:
+        """Take a run out of the tree."""
+        page = nodes[0].page
+        gone = set(nodes)
+        left = [node for node in self.of_page[page] if node not in gone]
+        if left:
+            self.of_page[page] = left
+        else:
+            del self.of_page[page]
         for node in nodes:
             del self.nodes[node.digest]
-            parent = node.parent
-            if parent is not None and parent.page != page:
-                left = self._children[parent.page] - 1
-                if left:
-                    self._children[parent.page] = left
-                else:
-                    del self._children[parent.page]
-        return nodes
+        parent = nodes[-1].parent
+        if parent is not None:
+            parent.children -= 1
 
     def clear(self) -> None:
         """Forget all nodes."""
         self.nodes.clear()
         self.of_page.clear()
-        self._children.clear()
 
 
 def ancestors(node: Node | None) -> Iterator[Node]:
