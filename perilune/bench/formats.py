@@ -27,8 +27,7 @@ from perilune.bench import harness
 from perilune.bench.harness import Row
 from perilune.config import ModelConfig
 from perilune.config.presets import k3
-from perilune.config.published import PublishedConfig
-from perilune.config.publishing import publish
+from perilune.config.published import PublishedConfig, publish
 from perilune.errors import CapacityError, ConfigError
 from perilune.loading import convert
 from perilune.loading.documents import finish_published

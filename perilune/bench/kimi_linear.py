@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
-from perilune.config.published import to_json
-from perilune.config.publishing import publish
+from perilune.config.published import publish, to_json
 from perilune.errors import ConfigError
 from perilune.model import Transformer, init_weights
 from perilune.model.hf import to_published

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.config.parse import to_toml
-from perilune.config.published import to_json
-from perilune.config.publishing import generation_config, without_extra_layers
+from perilune.config.published import generation_config, to_json, without_extra_layers
 from perilune.config.train import DataConfig, TrainConfig
 from perilune.errors import ConfigError, RequestError
 from perilune.loading.native import PUBLISHED, TOKENIZERS, index_of

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from perilune import checkpoint
-from perilune.config.published import PublishedConfig, load_config
-from perilune.config.publishing import publish
+from perilune.config.published import PublishedConfig, load_config, publish
 from perilune.errors import CheckpointError, ConfigError, RequestError
 from perilune.loading.run import checkpoint_folder
 from perilune.model.hf import PlannedFile, Source, experts, own_shapes, places
@@ -45,7 +44,8 @@ class NativeSource:
     """
 
     def __init__(self, run: RunDir, step: int | None = None) -> None:
-        cfg = run.read_config().model
+        config = run.read_config()
+        cfg, self._quant = config.model, config.quant
         self.folder = checkpoint_folder(run, step)
         # The newest checkpoint is chosen by verifying it.
         self._index = checkpoint.read_index(self.folder) if step is None else checkpoint.verified(self.folder)
@@ -75,7 +75,7 @@ class NativeSource:
             ids = {"bos": special.bos, "eos": special.end_of_msg, "pad": special.pad}
         except (RequestError, ConfigError) as error:
             self.notes.append(f"config.json gets no special token ids: {error}")
-        return publish(cfg, experts="bf16", **ids)
+        return publish(cfg, experts="mxfp4" if self._quant.weights == "mxfp4" else "bf16", **ids)
 
     def _entries(self, kind: str) -> dict[str, Entry]:
         told = self._index["tensors"].get(kind, {})
@@ -101,7 +101,7 @@ class NativeSource:
         """See `Source`."""
         place = self._places[f"{name}.weight"]
         weight = self._reader.read(self._own[place.ours], place.start, place.start + place.count).view(shape)
-        return experts.encode(weight, f"{name}.weight", self.kept_scale(name))
+        return experts.encode(weight, f"{name}.weight", self.kept_scale(name), self._quant.rule)
 
     def kept_scale(self, name: str) -> Tensor | None:
         """See `Source`."""

@@ -10,8 +10,7 @@ from published_documents import QUANTIZATION, at, flat_document, k3_document, li
 
 from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, SoftmaxConfig, VisionConfig
 from perilune.config.presets import PRESETS, k3, kimi_linear_48b, tiny
-from perilune.config.published import from_json, load_config, to_json
-from perilune.config.publishing import canonical, generation_config, publish
+from perilune.config.published import canonical, from_json, generation_config, load_config, publish, to_json
 from perilune.errors import ConfigError
 
 DOCUMENTS = {"k3": k3_document, "linear": linear_document, "flat": flat_document}

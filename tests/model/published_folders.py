@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from perilune import checkpoint
 from perilune.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig, VisionConfig
 from perilune.config.presets import tiny
-from perilune.config.published import to_json
-from perilune.config.publishing import publish
+from perilune.config.published import publish, to_json
 from perilune.rundir import RunDir
 from perilune.shapes.tensors import checkpoint_tensors
 from perilune.tokenizer.byte import ByteTokenizer
@@ -69,12 +68,12 @@ def write_folder(folder, cfg, *, packed=None, tensors=None, shards=3, tokenizer=
     return tensors
 
 
-def write_run(folder, cfg, seed=0):
-    """A run with one checkpoint of random fp32 weights; returns the model."""
+def write_run(folder, cfg, seed=0, **settings):
+    """A run with one checkpoint of random fp32 weights and other settings of its config; returns the model."""
     model = random_model(cfg, seed, dtype=torch.float32)
     run = RunDir(folder)
     run.create()
-    run.write_config(TrainConfig(model=cfg))
+    run.write_config(TrainConfig(model=cfg, **settings))
     ByteTokenizer().save(run.tokenizer_path)
     checkpoint.save(run, 7, model=model.state_dict(), optimizer={}, state={})
     return model

@@ -15,6 +15,7 @@ import torch
 from published_folders import K3, LINEAR, files_of, random_tensors, read_all, same, write_folder, write_run
 from safetensors.torch import load_file
 
+from perilune.config import QuantConfig
 from perilune.config.published import from_json
 from perilune.errors import CapacityError, CheckpointError, ConfigError
 from perilune.loading import convert, load_published, load_run
@@ -112,6 +113,16 @@ def test_an_fp32_run_is_rounded_once_and_then_stays(tmp_path):
         assert torch.equal(loaded[key], again[key])
         f32 = key.endswith(("qkv_conv", "A_log", "dt_bias", "o_norm", "router.bias"))
         assert torch.equal(loaded[key], value if f32 else value.bfloat16().float()), key
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
+def test_a_quantised_run_is_exported_as_it_was_trained(tmp_path, rule):
+    cfg = replace(K3, vision=None, moe=replace(K3.moe, expert_size=32, latent_size=32))
+    write_run(tmp_path / "run", cfg, quant=QuantConfig(weights="mxfp4", rule=rule))
+    assert convert(tmp_path / "run", tmp_path / "out").experts == "mxfp4"
+    ours, theirs = (load_run(tmp_path / name).model.moe_layers()[0].experts for name in ("run", "out"))
+    for name, weight in ours.named_parameters():
+        assert torch.equal(weight, dict(theirs.named_parameters())[name]), name
 
 
 @pytest.mark.parametrize("to", ["published", "native"])

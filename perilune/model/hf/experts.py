@@ -46,13 +46,14 @@ def check_scale(scale: Tensor, name: str) -> None:
         )
 
 
-def encode(weight: Tensor, name: str, kept_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode(weight: Tensor, name: str, kept_scale: Tensor | None = None, rule: str = "floor") -> tuple[Tensor, Tensor]:
     """Codes `[O, I/2]` and scales `[O, I/32]` of weights `[O, I]`.
 
     Args:
         weight: bf16 or fp32.
         name: of the tensor, for messages.
         kept_scale: scales that the weights were once decoded with; used if they still express them exactly.
+        rule: how other scales are chosen, see `ops.mx`; a quantised run's own, so that what was trained is stored.
 
     Raises:
         CheckpointError: the weights are not finite.
@@ -67,7 +68,7 @@ def encode(weight: Tensor, name: str, kept_scale: Tensor | None = None) -> tuple
         packed = _codes_at(weight, kept_scale)
         if packed is not None:
             return packed, kept_scale
-    return quantize_mxfp4(weight)
+    return quantize_mxfp4(weight, rule)
 
 
 def _codes_at(weight: Tensor, scale: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perilune.config.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
-from perilune.config.published_fields import (
+from perilune.config.published.fields import (
     ALIASES,
     BALANCER,
     FLAT,

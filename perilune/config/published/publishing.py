@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from perilune.config.model import ModelConfig
-from perilune.config.published import PublishedConfig, family, from_json, text_section, to_json
-from perilune.config.published_fields import (
+from perilune.config.published.document import PublishedConfig, family, from_json, text_section, to_json
+from perilune.config.published.fields import (
     KIMI_K3,
     KIMI_LINEAR,
     REQUIRED,
@@ -17,7 +17,7 @@ from perilune.config.published_fields import (
     VISION,
     VISION_CONSTANTS,
 )
-from perilune.config.published_reading import put
+from perilune.config.published.reading import put
 from perilune.errors import ConfigError
 
 

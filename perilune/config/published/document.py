@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.config.model import ModelConfig
-from perilune.config.published_fields import (
+from perilune.config.published.fields import (
     BALANCER,
     FLAT,
     K3_STORED_HEADS,
@@ -35,8 +35,8 @@ from perilune.config.published_fields import (
     VISION,
     Field,
 )  # fmt: skip
-from perilune.config.published_quantization import expert_format, quantization_block
-from perilune.config.published_reading import (
+from perilune.config.published.quantization import expert_format, quantization_block
+from perilune.config.published.reading import (
     check_constants,
     check_names,
     put,
