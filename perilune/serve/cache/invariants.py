@@ -62,7 +62,9 @@ def _check_token_page(store: CacheStore, page: int) -> None:
             assert trie.nodes.get(parent.digest) is parent, f"the prefix of {node.depth} tokens has lost its parent"
 
 
-def check_users(store: CacheStore, leases: list[Lease], steps: Iterable[Step], pins: list[Pin]) -> None:
+def check_users(
+    store: CacheStore, leases: list[Lease], steps: Iterable[Step], pins: list[Pin], arriving: Iterable[tuple[int, ...]]
+) -> None:
     """Count every page's holders anew, and check each request's table.
 
     Raises:
@@ -85,7 +87,6 @@ def check_users(store: CacheStore, leases: list[Lease], steps: Iterable[Step], p
         assert set(lease.pages) <= lease.held, f"request {lease.request!r} does not hold its table"
         assert len(set(lease.pages)) == len(lease.pages), f"request {lease.request!r} has a page twice"
         assert lease.resume < lease.prompt, f"request {lease.request!r} skips its whole prompt"
-        assert len(lease.state) == store.geometry.groups, f"request {lease.request!r} has no running state"
         if lease.publishing and lease.last_node is not None:
             assert lease.last_node.depth == lease.published * store.trie.unit, "a request lost its place in the tree"
     for step in steps:
@@ -93,7 +94,9 @@ def check_users(store: CacheStore, leases: list[Lease], steps: Iterable[Step], p
             for export in record.exports:
                 holders.update(export.targets)
     for pin in pins:
-        holders.update(pin.pages)
+        holders.update(pin.held)
+    for pages in arriving:
+        holders.update(pages)
     for page in range(store.pool.pages):
         found = store.pool.holders(page)
         assert found == holders[page], f"page {page} has {found} holders by count, {holders[page]} by name"

@@ -96,15 +96,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A cached prefix that is not evicted before `HybridCache.unpin`.
+    """A cached prefix that is not evicted before `HybridCache.unpin`; what a sender reads during a transfer.
 
     Attributes:
         node: its end; a request that begins with these tokens resumes at least there.
-        pages: held, token pages and checkpoint.
+        table: the page of each range of tokens, the last one perhaps part-filled.
+        state: pages of the checkpoint.
+        held: all pages it holds.
     """
 
     node: Node
-    pages: tuple[int, ...]
+    table: tuple[int, ...]
+    state: tuple[int, ...]
+    held: tuple[int, ...]
 
     @property
     def tokens(self) -> int:

@@ -11,23 +11,26 @@ Steps may overlap: several can be under way, and they finish in the order in whi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
 from perilune.errors import CapacityError, RequestError
+from perilune.serve.cache.admission import hit_pages, own_pages, start_operations
 from perilune.serve.cache.block_pool import STATE, TOKENS
 from perilune.serve.cache.explain import HitReport, report
 from perilune.serve.cache.geometry import CacheGeometry
 from perilune.serve.cache.hashing import TokenChain
 from perilune.serve.cache.invariants import check_store, check_users
-from perilune.serve.cache.lease import ChunkRecord, Lease, Pin, Step
+from perilune.serve.cache.lease import Lease, Pin
 from perilune.serve.cache.metrics import CacheMetrics
-from perilune.serve.cache.plans import Admission, Chunk, CopyPage, ExportState, Operation, RestoreState, ZeroState
-from perilune.serve.cache.retention import RECYCLED, Retention
+from perilune.serve.cache.plans import Admission, Chunk
+from perilune.serve.cache.publish import Publisher
+from perilune.serve.cache.receive import Incoming, Transfers
+from perilune.serve.cache.retention import Retention
+from perilune.serve.cache.steps import StepLedger
 from perilune.serve.cache.store import CacheStore
-from perilune.serve.cache.trie import Checkpoint, Match, Node, ancestors
+from perilune.serve.cache.trie import Match
 
 
 class HybridCache:
@@ -50,8 +53,9 @@ class HybridCache:
         self.retention = retention or Retention()
         self.store = CacheStore(geometry, pages, eviction)
         self._leases: dict[str, Lease] = {}
-        self._steps: deque[Step] = deque()
-        self._next_step = 1
+        publisher = Publisher(self.store)
+        self._ledger = StepLedger(self.store, publisher, self.retention)
+        self._transfers = Transfers(self.store, publisher)
         self._pins: list[Pin] = []
 
     # ---- looking up
@@ -63,12 +67,7 @@ class HybridCache:
 
     def explain(self, chain: TokenChain) -> HitReport:
         """Why a prompt hits as deep as it does and no deeper, component by component."""
-        under_way = {}
-        for step in self._steps:
-            for record in step.records:
-                if record.lease.publishing and not record.lease.released:
-                    first, last = record.start // self.geometry.unit, record.end // self.geometry.unit
-                    under_way |= dict.fromkeys(record.lease.chain.digests[first:last], step.number)
+        under_way = self._ledger.digests_under_way()
         return report(chain, self.match(chain), self.store.trie, self.store.losses, under_way)
 
     # ---- requests
@@ -99,71 +98,31 @@ class HybridCache:
                 "shorten it or give the cache more memory"
             )
         match, publishing = self.match(chain), True
-        pages, held, sources = self._hit_pages(match)
-        if match.resume and len(held) + len(sources) + self._fresh(prompt, match.resume) > self.store.pool.pages:
+        hit, own = hit_pages(match.node, shape), own_pages(prompt, match.resume, shape)
+        pinned = len(hit.held) + len(hit.sources)
+        if pinned + own + shape.groups > self.store.pool.pages:
             # What a hit pins comes on top of what it needs: even alone it would wait for ever. So it runs cold, and as
             # entering would pin the same pages again, it enters nothing.
             match, publishing = replace(match, resume=0, node=None), False
-            pages, held, sources = [], set(), ()
-        fresh = self._fresh(prompt, match.resume)
-        spare = (
-            shape.groups
-            if publishing and len(held) + len(sources) + fresh + shape.groups <= self.store.pool.pages
-            else 0
-        )
+            hit, own, pinned = hit_pages(None, shape), own_pages(prompt, 0, shape), 0
+        spare = publishing and pinned + own + 2 * shape.groups <= self.store.pool.pages
         self.store.use(match.node)
-        self.store.hold(held, sources)
-        if not self.store.make_room(fresh + spare):
+        self.store.hold(hit.held, hit.sources)
+        if not self.store.make_room(own + (2 if spare else 1) * shape.groups):
             self.store.use(None, instead_of=match.node)
-            self.store.drop(held, sources)
+            self.store.drop(hit.held, hit.sources)
             self.store.counters.refused += 1
             return None
-        state = self.store.take_state()
-        fresh_pages = self.store.take_tokens(fresh - shape.groups)
-        lease = Lease(
+        state, pages = self.store.take_state(), self.store.take_tokens(own)
+        lease = self._leases[request] = Lease(
             request=request, chain=chain, prompt=prompt, turn_ends=ends, junction=match.junction, resume=match.resume,
-            pages=pages, held=held, state=state, spare=self.store.take_state() if spare else (), sources=sources,
-            operations=(), scheduled=match.resume, published=match.resume // shape.unit, last_node=match.node,
-            publishing=publishing,
+            pages=hit.table[: match.resume // shape.page_tokens] + pages, held=hit.held | set(pages),
+            state=state, spare=self.store.take_state() if spare else (), sources=hit.sources,
+            operations=start_operations(match, hit.sources, pages, state, shape),
+            scheduled=match.resume, published=match.resume // shape.unit, last_node=match.node, publishing=publishing,
         )  # fmt: skip
-        lease.operations = self._start_operations(lease, match, fresh_pages)
-        lease.held.update(fresh_pages)
-        self._leases[request] = lease
         self._count_admission(match, prompt)
         return Admission(request, match.resume, match.known, lease.pages, lease.state)
-
-    def _fresh(self, prompt: int, resume: int) -> int:
-        """Pages to take for a prompt: those not shared, the copy of a part-filled one among them, and a running state."""
-        return self.geometry.pages_for(prompt) - resume // self.geometry.page_tokens + self.geometry.groups
-
-    def _hit_pages(self, match: Match) -> tuple[list[int], set[int], tuple[int, ...]]:
-        """Shared whole pages in order, all pages of the prefix, pages of the checkpoint.
-
-        A range of the table is served by the *deepest* node in it: an earlier one may belong to another prefix's page,
-        which holds only the beginning of this range.
-        """
-        if match.node is None:
-            return [], set(), ()
-        size, table = self.geometry.page_tokens, {}
-        held = set()
-        for node in ancestors(match.node):
-            table.setdefault((node.depth - 1) // size, node.page)
-            held.add(node.page)
-        checkpoint = match.node.checkpoint
-        return [table[i] for i in range(match.resume // size)], held, checkpoint.pages if checkpoint else ()
-
-    def _start_operations(self, lease: Lease, match: Match, fresh_pages: list[int]) -> tuple[Operation, ...]:
-        operations: list[Operation] = []
-        left = match.resume % self.geometry.page_tokens
-        if match.node is not None and left:
-            operations.append(CopyPage(match.node.page, fresh_pages[0], left))
-            self.store.counters.copies += 1
-            self.store.counters.tokens_copied += left
-        lease.pages.extend(fresh_pages)
-        if lease.state:
-            restore = lease.sources and RestoreState(lease.sources, lease.state, match.resume)
-            operations.append(restore or ZeroState(lease.state))
-        return tuple(operations)
 
     def _count_admission(self, match: Match, prompt: int) -> None:
         counters, node = self.store.counters, match.node
@@ -172,6 +131,9 @@ class HybridCache:
         counters.tokens_hit += match.resume
         counters.tokens_without_state += match.known - match.resume
         counters.tokens_missed += prompt - match.known
+        left = match.resume % self.geometry.page_tokens
+        counters.copies += left > 0
+        counters.tokens_copied += left
         if node is not None and node.checkpoint is not None:
             node.checkpoint.hits += 1
             counters.checkpoints_used[node.checkpoint.reason] += 1
@@ -181,24 +143,13 @@ class HybridCache:
         """End a request: done, aborted or preempted. Nothing of a step under way is entered for it any more."""
         lease = self._leases.pop(request, None)
         assert lease is not None, f"request {request!r} is not running"
-        lease.released = True
-        for step in self._steps:
-            if step.number == lease.last_step:
-                step.closing.append(lease)
-                return
-        self._close(lease)
-
-    def _close(self, lease: Lease) -> None:
-        self.store.use(None, instead_of=lease.last_node)
-        self.store.drop(lease.held, lease.sources, lease.state, lease.spare)
+        self._ledger.release(lease)
 
     # ---- steps
 
     def begin_step(self) -> int:
         """Open the next step and return its number."""
-        self._steps.append(Step(self._next_step))
-        self._next_step += 1
-        return self._steps[-1].number
+        return self._ledger.begin()
 
     def extend(self, step: int, request: str, tokens: int) -> Chunk | None:
         """Plan the next tokens of a request in the step begun last; None = no page for them, and nothing changed.
@@ -208,51 +159,7 @@ class HybridCache:
             request: a running request without a chunk in this step.
             tokens: how many, at least 1; the engine decides, and any split of a sequence is allowed.
         """
-        lease, shape = self._leases[request], self.geometry
-        assert self._steps and self._steps[-1].number == step, f"step {step} is not the one begun last"
-        assert tokens >= 1 and lease.last_step != step, f"request {request!r}: {tokens} tokens, or twice in step {step}"
-        assert not lease.broken, f"request {request!r} was in a step that failed; release it and admit it again"
-        start, end = lease.scheduled, lease.scheduled + tokens
-        missing = shape.pages_for(end) - len(lease.pages)
-        if missing > 0:
-            if not self.store.make_room(missing):
-                return None
-            fresh = self.store.take_tokens(missing)
-            lease.pages.extend(fresh)
-            lease.held.update(fresh)
-        exports, found = self._plan_exports(lease, start, end)
-        record = ChunkRecord(lease, start, end, exports, found, first=not lease.last_step)
-        self._steps[-1].records.append(record)
-        operations, lease.operations = lease.operations, ()
-        lease.scheduled, lease.last_step = end, step
-        return Chunk(request, step, start, end, lease.pages, lease.state, operations, record.exports)
-
-    def _plan_exports(
-        self, lease: Lease, start: int, end: int
-    ) -> tuple[tuple[ExportState, ...], tuple[tuple[int, str], ...]]:
-        """States to write in a chunk, and points that have a checkpoint already, with the reasons to want them."""
-        exports: list[ExportState] = []
-        found: list[tuple[int, str]] = []
-        if not self.geometry.groups or not lease.publishing:
-            return (), ()
-        unit, digests = self.geometry.unit, lease.chain.digests
-        points = self.retention.points(
-            start, end, unit=unit, prompt=lease.prompt, turn_ends=lease.turn_ends, junction=lease.junction
-        )
-        for position, reason in points:
-            index = position // unit - 1
-            node = self.store.trie.nodes.get(digests[index]) if index < len(digests) else None
-            if node is not None and node.checkpoint is not None:
-                found.append((position, reason))
-                continue
-            targets, lease.spare = lease.spare, ()
-            if not targets:
-                if not self.store.make_room(self.geometry.groups):
-                    self.store.counters.exports_skipped += 1
-                    continue
-                targets = self.store.take_state()
-            exports.append(ExportState(position, targets, reason))
-        return tuple(sorted(exports, key=lambda export: export.position)), tuple(sorted(found))
+        return self._ledger.extend(step, self._leases[request], tokens)
 
     def finish_step(self, step: int, kept: Mapping[str, int] | None = None) -> None:
         """The oldest step under way has finished: its bytes are there. Enter what it computed into the tree.
@@ -261,7 +168,7 @@ class HybridCache:
             step: its number.
             kept: how many of a chunk's tokens stand, for requests whose drafts were rejected; the others are taken back.
         """
-        self._settle(step, kept or {}, failed=False)
+        self._ledger.settle(step, kept or {}, failed=False)
 
     def fail_step(self, step: int) -> None:
         """The oldest step under way failed or never ran: drop all it should have written.
@@ -270,99 +177,7 @@ class HybridCache:
         entered before.
         """
         self.store.counters.steps_failed += 1
-        self._settle(step, {}, failed=True)
-
-    def _settle(self, number: int, kept: Mapping[str, int], failed: bool) -> None:
-        assert self._steps and self._steps[0].number == number, f"step {number} is not the oldest one under way"
-        step = self._steps.popleft()
-        for record in step.records:
-            lease = record.lease
-            if failed:
-                lease.broken, lease.publishing = True, False
-            end = record.end
-            if lease.request in kept and not lease.released:
-                end = self._take_back(record, kept[lease.request], number)
-            if lease.publishing and not lease.released:
-                self._commit(record, end)
-            else:
-                self.store.drop(*(export.targets for export in record.exports))
-            if record.first:
-                self.store.drop(lease.sources)
-                lease.sources = ()
-        for lease in step.closing:
-            self._close(lease)
-
-    def _take_back(self, record: ChunkRecord, kept: int, step: int) -> int:
-        """Forget the tokens of a chunk behind the first `kept`; returns where it ends now."""
-        lease, end = record.lease, record.start + kept
-        assert 0 <= kept and end <= record.end, f"{kept} tokens kept of a chunk of {record.end - record.start}"
-        if end < record.end:
-            assert lease.last_step == step, f"request {lease.request!r}: tokens behind rejected ones are under way"
-            lease.scheduled = end
-        return end
-
-    def _commit(self, record: ChunkRecord, end: int) -> None:
-        lease, unit = record.lease, self.geometry.unit
-        units = min(end // unit, len(lease.chain.digests))
-        for index in range(lease.published, units):
-            self._publish(lease, index)
-        for position, reason in record.found:
-            if position <= units * unit:
-                self._want_checkpoint(lease, self._node_at(lease, position), reason)
-        for export in record.exports:
-            if export.position <= units * unit:
-                self._publish_checkpoint(lease, export)
-            else:
-                self.store.drop(export.targets)
-
-    def _node_at(self, lease: Lease, position: int) -> Node:
-        return self.store.trie.nodes[lease.chain.digests[position // self.geometry.unit - 1]]
-
-    def _publish(self, lease: Lease, index: int) -> None:
-        unit, digest = self.geometry.unit, lease.chain.digests[index]
-        node = self.store.trie.nodes.get(digest)
-        if node is None:
-            page = lease.pages[index * unit // self.geometry.page_tokens]
-            node = self.store.enter(digest, (index + 1) * unit, lease.last_node, page)
-        elif node.page not in lease.held:
-            # Another request was first, and our page stays ours alone. What we enter below hangs on its page: hold it,
-            # as a running request holds all pages of its prefix. So what is held is closed towards the root, and every
-            # page that nobody holds can be evicted, leaves first.
-            self.store.hold((node.page,))
-            lease.held.add(node.page)
-        self.store.use(node, instead_of=lease.last_node)
-        lease.last_node, lease.published = node, index + 1
-
-    def _publish_checkpoint(self, lease: Lease, export: ExportState) -> None:
-        node = self._node_at(lease, export.position)
-        if node.checkpoint is None:
-            self.store.enter_checkpoint(node, export.targets, export.position, export.reason)
-        else:
-            self.store.drop(export.targets)
-        self._want_checkpoint(lease, node, export.reason)
-
-    def _want_checkpoint(self, lease: Lease, node: Node, reason: str) -> None:
-        """A request has come to a checkpoint, its own or one that it found; the last one it only passed is superseded."""
-        checkpoint = node.checkpoint
-        if checkpoint is None:
-            return  # one that was found, and has been evicted since
-        superseded, lease.rolling = lease.rolling, None
-        if reason in RECYCLED:
-            checkpoint.claims += 1
-            lease.rolling = node, checkpoint
-        elif checkpoint.reason in RECYCLED:
-            checkpoint.reason = reason
-        if superseded is not None:
-            self._recycle(*superseded)
-
-    def _recycle(self, node: Node, checkpoint: Checkpoint) -> None:
-        """Drop a checkpoint once all requests that passed it have a later one, unless somebody resumed from it."""
-        checkpoint.claims -= 1
-        if node.checkpoint is not checkpoint or checkpoint.claims or checkpoint.hits:
-            return  # evicted, and the node may have another one by now; or still wanted
-        if checkpoint.reason in RECYCLED and self.store.pool.is_evictable(checkpoint.pages[0]):
-            self.store.counters.checkpoints_recycled[checkpoint.reason] += 1
-            self.store.lose_checkpoint(node, "recycled: its request went on")
+        self._ledger.settle(step, {}, failed=True)
 
     # ---- running it
 
@@ -371,10 +186,10 @@ class HybridCache:
         match = self.match(chain)
         if match.node is None:
             return None
-        _, held, sources = self._hit_pages(match)
-        pin = Pin(match.node, (*held, *sources))
+        hit = hit_pages(match.node, self.geometry)
+        pin = Pin(match.node, tuple(hit.table), hit.sources, (*hit.held, *hit.sources))
         self.store.use(pin.node)
-        self.store.hold(pin.pages)
+        self.store.hold(pin.held)
         self._pins.append(pin)
         return pin
 
@@ -382,11 +197,29 @@ class HybridCache:
         """Undo one `pin`."""
         self._pins.remove(pin)
         self.store.use(None, instead_of=pin.node)
-        self.store.drop(pin.pages)
+        self.store.drop(pin.held)
+
+    def receive(self, name: str, chain: TokenChain, tokens: int) -> Incoming | None:
+        """Take pages for a prefix that comes from another engine or tier; None = not now, and nothing changed.
+
+        Args:
+            name: of the transfer.
+            chain: the prefix, or a prompt that begins with it.
+            tokens: how many; whole units, not all of which are cached with a checkpoint.
+        """
+        return self._transfers.receive(name, chain, tokens)
+
+    def arrived(self, name: str, part: str) -> bool:
+        """One part of a transfer is there for good. With the last one the prefix is entered; True if this was the last."""
+        return self._transfers.arrived(name, part)
+
+    def cancel_transfer(self, name: str) -> None:
+        """A transfer failed; call this when nothing writes to its pages any more."""
+        self._transfers.cancel(name)
 
     def reset(self) -> None:
         """Forget all prefixes, as after an update of the weights. Requests run on; what they compute is not entered."""
-        for lease in self._leases.values():
+        for lease in (*self._leases.values(), *self._transfers.leases()):
             lease.publishing = False
         self.store.forget_all()
 
@@ -403,7 +236,7 @@ class HybridCache:
             state_cached=pool.count(STATE, bound=True),
             evictable=pool.evictable,
             requests=len(self._leases),
-            closing=sum(len(step.closing) for step in self._steps),
+            closing=sum(len(step.closing) for step in self._ledger.under_way),
             prefixes=len(store.trie.nodes),
             checkpoints=len(store.checkpoints),
             page_bytes=self.geometry.page_bytes,
@@ -421,5 +254,7 @@ class HybridCache:
         """
         check_store(self.store, sample)
         if sample is None:
-            closing = [lease for step in self._steps for lease in step.closing]
-            check_users(self.store, [*self._leases.values(), *closing], self._steps, self._pins)
+            steps = self._ledger.under_way
+            closing = [lease for step in steps for lease in step.closing]
+            leases = [*self._leases.values(), *closing, *self._transfers.leases()]
+            check_users(self.store, leases, steps, self._pins, self._transfers.states())

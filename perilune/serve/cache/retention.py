@@ -11,7 +11,7 @@ grow at few places, and every policy below is a guess where:
 - `interval:N`: also every N tokens.
 - `dense`: every unit.
 
-Policies add up: `turns+second-hit` is the default.
+What another engine or tier sent has the reason *import*. Policies add up: `turns+second-hit` is the default.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from dataclasses import dataclass
 
 from perilune.errors import ConfigError
 
-ROLLING, DECODE, TAIL, TURN, JUNCTION, INTERVAL, DENSE = (
-    "rolling", "decode", "tail", "turn", "junction", "interval", "dense"
+ROLLING, DECODE, TAIL, TURN, JUNCTION, INTERVAL, DENSE, IMPORT = REASONS = (
+    "rolling", "decode", "tail", "turn", "junction", "interval", "dense", "import"
 )  # fmt: skip
-REASONS = (ROLLING, DECODE, TAIL, TURN, JUNCTION, INTERVAL, DENSE)
 RECYCLED = (ROLLING, DECODE)  # superseded by the request's next one
 POLICIES = ("dense", "tail", "turns", "second-hit", "interval:N")
 

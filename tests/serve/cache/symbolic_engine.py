@@ -41,6 +41,8 @@ class SymbolicEngine:
 
     def run(self, chunk: Chunk, states: list[int]) -> None:
         """One chunk: its operations, its forward pass with everything that it reads checked, its exports."""
+        if chunk.end >= len(states):
+            raise Mismatch(f"{chunk.request}: tokens {chunk.start} to {chunk.end} of {len(states) - 1}")
         for operation in chunk.operations:
             self._operate(operation)
         for group, page in enumerate(chunk.state):
@@ -136,6 +138,7 @@ class Driver:
         self.running: dict[str, Running] = {}
         self.steps: deque[tuple[int, list[tuple[Chunk, Running, int]]]] = deque()
         self.pins: list[tuple[Pin, tuple]] = []
+        self.transfers: dict[str, tuple[set[str], set[tuple], tuple]] = {}
         self.texts: list[list[int]] = [[]]  # sequences seen, from which prompts grow and fork
         self.requests = 0
         self.seen: Counter[str] = Counter()
@@ -186,6 +189,8 @@ class Driver:
             self.seen["refused"] += 1
             if before != self._footprint():
                 raise Mismatch("a refused admission changed something")
+            if not (self.running or self.steps or self.pins or self.transfers):
+                raise Mismatch(f"{len(prompt)} tokens wait for ever in an idle cache")
             return
         cold = admission.resume == 0 < resume
         if admission.known != known or (admission.resume != resume and not cold):
@@ -269,9 +274,7 @@ class Driver:
                         self.engine.memory[page][0] = (group, run.states[end])
             if live and run.publishing:
                 cut = end // SHAPE.unit * SHAPE.unit
-                prefixes = [
-                    (run.root, tuple(run.tokens[:depth])) for depth in range(SHAPE.unit, cut + 1, SHAPE.unit)
-                ]
+                prefixes = [(run.root, tuple(run.tokens[:depth])) for depth in range(SHAPE.unit, cut + 1, SHAPE.unit)]
                 may[0].update(prefixes)
                 may[1].update(prefixes[e.position // SHAPE.unit - 1] for e in chunk.exports if e.position <= cut)
         self._may_store = may
@@ -331,6 +334,53 @@ class Driver:
             self.seen["pin"] += 1
             self.pins.append((pin, (root, tuple(tokens[:resume]))))
 
+    def transfer(self) -> None:
+        """A prefix begins to arrive from elsewhere, another part of one is there, or a transfer fails."""
+        if self.transfers and (len(self.transfers) > 1 or self.random.random() < 0.8):
+            name = self.random.choice(list(self.transfers))
+            missing, tokens, state = self.transfers[name]
+            if self.random.random() < 0.1:
+                del self.transfers[name]
+                self.cache.cancel_transfer(name)
+                return
+            part = self.random.choice(sorted(missing))
+            missing.discard(part)
+            before = self._footprint()[2:]
+            self._may_store = (tokens, {state}) if not missing else (set(), set())
+            complete = self.cache.arrived(name, part)
+            self._may_store = (set(), set())
+            if complete != (not missing) or (missing and before != self._footprint()[2:]):
+                raise Mismatch(f"a transfer that lacks {missing or 'nothing'} was entered: {complete}")
+            if not missing:
+                del self.transfers[name]
+                if not tokens <= self.known.tokens or (tokens and state not in self.known.states):
+                    raise Mismatch("a transfer that is complete was not entered")
+                self.seen["transfer"] += 1
+            return
+        tokens, root = self._prompt(), RootKey(model="m", weights=self.version, salt="a")
+        length = len(tokens) // SHAPE.unit * SHAPE.unit
+        known, resume = self.known.expect(root, tokens[:length] + [0])
+        if not length or resume == length:
+            return
+        chain = TokenChain(root, SHAPE.unit, tokens)
+        self.known.learn(root, chain, tokens)
+        name, states = f"t{self.requests}", truth(tokens)
+        self.requests += 1
+        before = self._footprint()
+        incoming = self.cache.receive(name, chain, length)
+        if incoming is None:
+            if before != self._footprint():
+                raise Mismatch("a refused transfer changed something")
+            return
+        # The sender's stream does not wait for our steps: it writes now.
+        for token in range(incoming.start, incoming.end):
+            page, cell = divmod(token - incoming.start, SHAPE.page_tokens)
+            self.engine.memory[incoming.pages[page]][cell] = states[token + 1]
+        for group, page in enumerate(incoming.state):
+            self.engine.memory[page][0] = (group, states[incoming.end])
+        prefixes = {(root, tuple(tokens[:depth])) for depth in range(SHAPE.unit, length + 1, SHAPE.unit)}
+        self.transfers[name] = set(incoming.parts), prefixes, (root, tuple(tokens[:length]))
+
     def new_weights(self) -> None:
         """The weights change; with or without forgetting what was computed with the old ones."""
         self.version += 1
@@ -339,6 +389,7 @@ class Driver:
             for pin, _ in pins:
                 self.cache.unpin(pin)
             self.cache.reset()
+            self.transfers = {name: (missing, set(), ()) for name, (missing, _, _) in self.transfers.items()}
             for run in self.running.values():
                 run.publishing = False
             if self.known.tokens or self.known.states:
@@ -358,7 +409,16 @@ class Driver:
         """All invariants."""
         self.cache.check_invariants()
 
-    OPERATIONS = (("plan", 30), ("finish", 30), ("admit", 20), ("release", 6), ("probe", 6), ("pin", 3), ("fail", 1))
+    OPERATIONS = (
+        ("plan", 30),
+        ("finish", 30),
+        ("admit", 20),
+        ("release", 6),
+        ("probe", 6),
+        ("pin", 3),
+        ("transfer", 8),
+        ("fail", 1),
+    )
 
     def step(self) -> None:
         """One random operation."""
@@ -371,8 +431,11 @@ class Driver:
             self.finish()
         for name in list(self.running):
             self._release(name)
+        for name in self.transfers:
+            self.cache.cancel_transfer(name)
         for pin, _ in self.pins:
             self.cache.unpin(pin)
+        self.transfers.clear()
         self.pins.clear()
         self.check()
         pool = self.cache.store.pool
