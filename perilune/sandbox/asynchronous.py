@@ -1,0 +1,148 @@
+"""The same sandboxes for an event loop: every blocking call runs in a thread, and a cancelled command is killed.
+
+async with AsyncSandboxes() as sandboxes:
+    box = await sandboxes.create()
+    result = await box.exec(["python3", "-c", "print(1)"])
+    async for output in box.stream(["make"]):
+        …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perilune.sandbox.client import Execution, Sandbox, Sandboxes
+from perilune.sandbox.protocol import GuestFile, OnOutput, Output, Result, Spec, State
+from perilune.sandbox.store import Snapshot
+
+T = TypeVar("T")
+MOST_THREADS = 512
+"""Calls that wait at once; each command that runs holds one."""
+
+
+class AsyncSandboxes:
+    """See `client.Sandboxes`; the same arguments."""
+
+    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+        self.blocking = Sandboxes(folder, sync=sync, max_bytes=max_bytes)
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="sandbox")
+
+    async def __aenter__(self) -> AsyncSandboxes:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._call(self.blocking.close)
+        self._threads.shutdown(wait=False)
+
+    async def _call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, functools.partial(function, *args, **options)
+        )
+
+    async def _made(self, function: Callable[..., Sandbox], *args: Any, **options: Any) -> AsyncSandbox:
+        """A new sandbox; one that is ready only after the caller was cancelled is destroyed."""
+        future = asyncio.get_running_loop().run_in_executor(
+            self._threads, functools.partial(function, *args, **options)
+        )
+        try:
+            return AsyncSandbox(self, await asyncio.shield(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(
+                lambda done: None if done.cancelled() or done.exception() else self._discard(done.result())
+            )
+            raise
+
+    def _discard(self, sandbox: Sandbox) -> None:
+        self._threads.submit(sandbox.destroy)
+
+    async def create(self, spec: Spec | None = None, *, driver: str = "proc", name: str | None = None) -> AsyncSandbox:
+        """See `Sandboxes.create`."""
+        return await self._made(self.blocking.create, spec, driver=driver, name=name)
+
+    async def resume(self, snapshot: str, *, name: str | None = None) -> AsyncSandbox:
+        """See `Sandboxes.resume`."""
+        return await self._made(self.blocking.resume, snapshot, name=name)
+
+
+class AsyncSandbox:
+    """See `client.Sandbox`, which is at `blocking`."""
+
+    def __init__(self, owner: AsyncSandboxes, sandbox: Sandbox) -> None:
+        self.owner, self.blocking = owner, sandbox
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        return self.blocking.state
+
+    async def exec(self, argv: Sequence[str], *, on_output: OnOutput | None = None, **options: Any) -> Result:
+        """See `Sandbox.exec`; cancelling the call kills the command. `on_output` is called in the event loop."""
+        execution = await self.owner._call(self.blocking.start, argv, **options)
+        try:
+            if on_output is not None:
+                async for output in self._outputs(execution):
+                    on_output(output)
+            return await asyncio.shield(asyncio.ensure_future(self.owner._call(execution.result)))
+        except asyncio.CancelledError:
+            execution.kill()
+            raise
+
+    async def stream(self, argv: Sequence[str], **options: Any) -> AsyncIterator[Output]:
+        """Output of a command as it comes; leaving the loop early kills it."""
+        execution = await self.owner._call(self.blocking.start, argv, **options)
+        try:
+            async for output in self._outputs(execution):
+                yield output
+        finally:
+            execution.kill()
+            await asyncio.shield(asyncio.ensure_future(self.owner._call(execution.result)))
+
+    async def _outputs(self, execution: Execution) -> AsyncIterator[Output]:
+        outputs = iter(execution)
+
+        def following() -> Output | None:
+            return next(outputs, None)
+
+        while (output := await self.owner._call(following)) is not None:
+            yield output
+
+    async def read_file(self, path: str, **options: Any) -> bytes:
+        """See `Sandbox.read_file`."""
+        return await self.owner._call(self.blocking.read_file, path, **options)
+
+    async def write_file(self, path: str, data: bytes, **options: Any) -> None:
+        """See `Sandbox.write_file`."""
+        await self.owner._call(self.blocking.write_file, path, data, **options)
+
+    async def list(self, path: str) -> list[GuestFile]:
+        """See `Sandbox.list`."""
+        return await self.owner._call(self.blocking.list, path)
+
+    async def ports(self) -> list[int]:
+        """See `Sandbox.ports`."""
+        return await self.owner._call(self.blocking.ports)
+
+    async def checkpoint(self) -> Snapshot:
+        """See `Sandbox.checkpoint`."""
+        return await self.owner._call(self.blocking.checkpoint)
+
+    async def fork(self, count: int = 1) -> list[AsyncSandbox]:
+        """See `Sandbox.fork`."""
+        return [AsyncSandbox(self.owner, made) for made in await self.owner._call(self.blocking.fork, count)]
+
+    async def pause(self, *, keep_memory: bool = False) -> Snapshot | None:
+        """See `Sandbox.pause`."""
+        return await self.owner._call(self.blocking.pause, keep_memory=keep_memory)
+
+    async def resume(self) -> None:
+        """See `Sandbox.resume`."""
+        await self.owner._call(self.blocking.resume)
+
+    async def destroy(self) -> None:
+        """See `Sandbox.destroy`."""
+        await self.owner._call(self.blocking.destroy)

@@ -1,0 +1,79 @@
+"""A probe that runs something: a driver counts as working only after programs have run in a sandbox and in its restored copy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import PeriluneError
+from perilune.sandbox.drivers.running import Running
+from perilune.sandbox.protocol import Capabilities, Driver, Limits, Machine, Probe, Spec
+from perilune.sandbox.store import Store
+
+PROBE_SECONDS = 20.0
+LIMITS = Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32)
+FIRST = """set -e
+mkdir /work/a && echo one > /work/a/b && rm -r /etc/alternatives && mkdir /etc/alternatives
+test -z "$(ls /etc/alternatives)"
+test "$(id -u)" = 0 && test "$$" -lt 1000
+! mount -t tmpfs none /mnt 2>/dev/null
+"""
+SECOND = 'test "$(cat /work/a/b)" = one && test -z "$(ls /etc/alternatives)" && test ! -e /work/never'
+"""The first leaves files and deletes a template's folder; the second must find just that."""
+
+
+def examine(driver: Driver, capabilities: Capabilities) -> Probe:
+    """Make, run, save, restore and run again, in a folder of its own; what fails is the reason."""
+    spec = Spec(limits=LIMITS)
+    folder = Path(tempfile.mkdtemp(prefix="perilune-probe-"))
+    try:
+        store = Store(folder / "store", sync="none")
+        blobs = str(store.root / "blobs")
+        with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, None, blobs))) as held:
+            _run(held.machine, FIRST)
+            with store.writing() as batch:
+                entries: list[dict[str, Any]] = []
+                for entry, chunks in held.machine.capture():
+                    if entry["type"] == "file":
+                        entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]
+                    entries.append(entry)
+                saved = batch.put(json.dumps(entries).encode())
+            _run(held.machine, "true")
+        with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, saved, blobs))) as held:
+            _run(held.machine, SECOND)
+            guarantees = held.machine.guarantees
+    except (PeriluneError, OSError) as error:
+        return Probe(driver=driver.name, passed=False, reason=str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Probe(
+        driver=driver.name, passed=True, reason="ran programs in a sandbox, in it after a checkpoint, and in its restored copy",
+        capabilities=capabilities, guarantees=guarantees,
+    )  # fmt: skip
+
+
+class _Closing:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def close(self) -> None:
+        self.machine.destroy()
+
+
+def _run(machine: Machine, script: str) -> None:
+    with contextlib.closing(
+        machine.start(["/bin/sh", "-c", script], {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, "/")
+    ) as process:
+        running = Running(process, b"", time.monotonic() + PROBE_SECONDS, 4096)
+        for _ in running.outputs():
+            pass
+        done = process.finish()
+    if done["code"] != 0 or running.timed_out:
+        said = bytes(running.kept["stderr"]).decode(errors="replace").strip()
+        raise OSError(f"a program in the sandbox ended with {done['code']}: {said or script.strip().splitlines()[-1]}")

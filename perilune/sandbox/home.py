@@ -1,0 +1,215 @@
+"""The folder that holds sandboxes between commands: records, locks, snapshots, drivers' files.
+
+    sandboxes/ID.json    what a sandbox is, its state and its newest snapshot
+    sandboxes/ID.lock    locked by the process that has it live; the kernel frees it when that process ends in any way
+    store/               snapshots, see `store.py`
+    proc/                templates and mount point of the `proc` driver
+
+A record whose state is not paused and whose lock is free belonged to a process that was killed: that sandbox is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import ConfigError, SandboxError
+from perilune.sandbox.drivers import cgroup
+from perilune.sandbox.protocol import State
+from perilune.sandbox.store import Store
+
+FOLDER_VARIABLE = "PERILUNE_SANDBOX_HOME"
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+LOST = "lost"
+
+
+def default_folder() -> Path:
+    """Where sandboxes are kept: $PERILUNE_SANDBOX_HOME, else perilune/sandbox under the user's state folder."""
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local/state") / "perilune/sandbox"
+
+
+@dataclass(kw_only=True)
+class Record:
+    """A sandbox as the folder knows it; `lock` is the descriptor of the locked file where this process has it."""
+
+    id: str
+    name: str
+    driver: str
+    spec: dict[str, Any]
+    state: str
+    snapshot: str | None = None
+    generation: str = ""
+    created: float = 0.0
+    pid: int = 0
+    lock: int = field(default=-1, compare=False)
+
+
+class Home:
+    """Records and store of one folder.
+
+    Args:
+        folder: None = `default_folder()`.
+        sync, max_bytes: of the store.
+    """
+
+    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+        self.folder = (folder or default_folder()).resolve()
+        try:
+            self.records_folder = self.folder / "sandboxes"
+            self.records_folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(self.folder, 0o700)
+            self.store = Store(self.folder / "store", sync=sync, max_bytes=max_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"sandboxes cannot be kept in {self.folder}: {error.strerror}; set {FOLDER_VARIABLE} to a folder of yours"
+            ) from error
+
+    def _lock(self, name: str) -> int:
+        """Descriptor of the locked file of sandbox `name`, or -1 if another process has it."""
+        path = self.records_folder / f"{name}.lock"
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return fd
+            except BlockingIOError:
+                os.close(fd)
+                return -1
+            except FileNotFoundError:
+                pass
+            os.close(fd)  # Its file was removed between the two calls: again.
+
+    def is_live(self, name: str) -> bool:
+        """Whether some process has the sandbox with this id."""
+        if not (self.records_folder / f"{name}.lock").exists():
+            return False
+        fd = self._lock(name)
+        if fd >= 0:
+            os.close(fd)
+        return fd < 0
+
+    def new_record(self, id: str, name: str | None, driver: str, spec: dict[str, Any]) -> Record:
+        """A record for a sandbox of this process, locked and written before anything of the sandbox exists.
+
+        Raises:
+            ConfigError: a name that cannot be one.
+            SandboxError: the name is taken.
+        """
+        if name is not None:
+            if not _NAME.fullmatch(name) or name.startswith("snap-"):
+                raise ConfigError(
+                    f"name {name!r} must be letters, digits, '.', '_', '-' (at most 63), and not start with snap-"
+                )
+            if any(record.name == name for record in self.records()):
+                raise SandboxError(
+                    f"there is a sandbox {name!r} already; remove it (perilune sandbox rm {name}) or take another name"
+                )
+        record = Record(id=id, name=name or id, driver=driver, spec=spec, state=State.CREATING.value)
+        record.created, record.pid, record.lock = time.time(), os.getpid(), self._lock(id)
+        self.save(record)
+        return record
+
+    def save(self, record: Record) -> None:
+        """Write a record whole."""
+        values = asdict(record)
+        del values["lock"]
+        temporary = self.records_folder / f"{record.id}.{os.getpid()}.tmp"
+        try:
+            temporary.write_text(json.dumps(values))
+            os.replace(temporary, self.records_folder / f"{record.id}.json")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise SandboxError(f"cannot write the record of sandbox {record.name}: {error.strerror}") from error
+
+    def release(self, record: Record) -> None:
+        """Give the lock back; the record stays."""
+        if record.lock >= 0:
+            os.close(record.lock)
+            record.lock = -1
+
+    def forget(self, record: Record) -> None:
+        """Remove a record of this process, with its lock."""
+        for suffix in ("json", "lock"):
+            (self.records_folder / f"{record.id}.{suffix}").unlink(missing_ok=True)
+        self.release(record)
+
+    def records(self) -> list[Record]:
+        """All records, oldest first; the state of one whose process was killed is "lost"."""
+        found = []
+        for path in self.records_folder.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+                record = Record(**json.loads(path.read_text()))
+                if record.state != State.PAUSED.value and not self.is_live(record.id):
+                    record.state = LOST
+                found.append(record)
+        return sorted(found, key=lambda record: (record.created, record.id))
+
+    def find(self, name: str) -> Record:
+        """The record of a sandbox by name or id. Raises SandboxError."""
+        records = self.records()
+        for record in records:
+            if name in (record.name, record.id):
+                return record
+        known = ", ".join(record.name for record in records[:8]) or "none"
+        raise SandboxError(f"there is no sandbox {name!r} in {self.folder}; there are: {known}")
+
+    def take(self, name: str) -> Record:
+        """Lock a paused sandbox's record for this process. Raises SandboxError if that cannot be."""
+        record = self.find(name)
+        if record.state == LOST:
+            saved = (
+                f"; its last snapshot is {record.snapshot} (perilune sandbox resume {record.snapshot})"
+                if record.snapshot
+                else ""
+            )
+            raise SandboxError(
+                f"sandbox {record.name} is lost: the process that had it (pid {record.pid}) was killed{saved}"
+            )
+        record.lock = self._lock(record.id)
+        if record.lock < 0:
+            raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}")
+        path = self.records_folder / f"{record.id}.json"
+        try:
+            record = Record(**json.loads(path.read_text()), lock=record.lock)
+        except FileNotFoundError:
+            self.forget(record)
+            raise SandboxError(f"sandbox {record.name} was removed") from None
+        record.pid = os.getpid()
+        return record
+
+    def remove(self, name: str) -> None:
+        """Remove the record of a sandbox that no process has; its snapshots stay. Raises SandboxError."""
+        record = self.find(name)
+        record.lock = self._lock(record.id)
+        if record.lock < 0:
+            raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}; end that process first")
+        self.forget(record)
+
+    def reap(self) -> int:
+        """Clean up after killed processes: their control groups, locks, and records that nothing can be done with.
+
+        Returns:
+            How many such records were removed. A record with a snapshot or a chosen name stays, as lost.
+        """
+        cgroup.sweep(self.is_live)
+        removed = 0
+        for record in self.records():
+            if record.state == LOST and record.snapshot is None and record.name == record.id:
+                with contextlib.suppress(SandboxError):
+                    self.remove(record.id)
+                    removed += 1
+        for path in self.records_folder.glob("*.lock"):
+            if not path.with_suffix(".json").exists() and not self.is_live(path.stem):
+                path.unlink(missing_ok=True)
+        return removed

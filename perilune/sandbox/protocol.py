@@ -1,0 +1,294 @@
+"""The sandbox protocol: what a sandbox can be asked, the states it goes through, what a driver must offer and promise.
+
+    Sandboxes.create ─ exec, files, ports ─ checkpoint ─ fork ─ pause / resume ─ destroy
+
+`client.py` holds the one core that keeps these rules; `drivers/` hold the mechanisms. Every result names its driver and what that
+driver guarantees.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from perilune.errors import CapacityError, ConfigError, SandboxError
+
+
+class State(enum.Enum):
+    """Where a sandbox is in its life."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    SNAPSHOTTING = "snapshotting"
+    FORKING = "forking"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    KILLING = "killing"
+    DEAD = "dead"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.CREATING: frozenset({State.RUNNING, State.KILLING}),
+    State.RUNNING: frozenset({State.SNAPSHOTTING, State.FORKING, State.PAUSING, State.KILLING}),
+    State.SNAPSHOTTING: frozenset({State.RUNNING, State.KILLING}),
+    State.FORKING: frozenset({State.RUNNING, State.KILLING}),
+    State.PAUSING: frozenset({State.PAUSED, State.RUNNING, State.KILLING}),
+    State.PAUSED: frozenset({State.RESUMING, State.KILLING}),
+    State.RESUMING: frozenset({State.RUNNING, State.PAUSED, State.KILLING}),
+    State.KILLING: frozenset({State.DEAD}),
+    State.DEAD: frozenset(),
+}
+"""Legal changes of state; any other is a `TransitionError`."""
+NETWORKS = ("none", "host")
+"""none: an own network namespace with loopback only. host: the host's network, with everything that can be reached from it."""
+
+
+class TransitionError(SandboxError):
+    """A call does not fit the sandbox's state; names the state and the one that was asked for."""
+
+    def __init__(self, sandbox: str, now: State, wanted: State | str) -> None:
+        goal = wanted.value if isinstance(wanted, State) else wanted
+        allowed = ", ".join(sorted(state.value for state in TRANSITIONS[now])) or "nothing"
+        super().__init__(
+            f"sandbox {sandbox} is {now.value} and cannot go to {goal}; from {now.value} it can go to {allowed}"
+        )
+        self.now, self.wanted = now, wanted
+
+
+class DriverUnavailable(SandboxError):
+    """The driver's probe did not pass on this machine; the message says why."""
+
+
+class GuestLost(SandboxError):
+    """The guest ended or stopped answering; what it had changed since its last snapshot is gone."""
+
+
+class GuestFileError(SandboxError):
+    """A file of the guest could not be read, written or listed."""
+
+
+class StoreDamaged(SandboxError):
+    """A stored blob or snapshot is missing, truncated or corrupt; the message names it."""
+
+
+class StoreFull(SandboxError, CapacityError):
+    """The snapshot store has reached its limit; nothing was published."""
+
+
+class Mismatch(SandboxError):
+    """A snapshot or a manifest does not belong to what it shall be resumed as; `field` names the first difference."""
+
+    def __init__(self, name: str, recorded: object, wanted: object, what: str) -> None:
+        super().__init__(f"{what}: {name} differs: it records {recorded!r}, and {wanted!r} is to be resumed")
+        self.field = name
+
+
+class SecretInSnapshot(SandboxError):
+    """A file holds a secret that was given to a command; nothing was published."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a sandbox may use.
+
+    Attributes:
+        memory_bytes: of all its processes and its changed files together.
+        disk_bytes: of its changed files, which live in memory until a checkpoint.
+        processes: processes and threads at once.
+        open_files: of one process.
+        output_bytes: kept of each of stdout and stderr of one command; the rest is counted and dropped.
+        cpus: processor time per second of real time.
+        exec_seconds: a command's time where none is given.
+    """
+
+    memory_bytes: int = 1 << 30
+    disk_bytes: int = 256 << 20
+    processes: int = 256
+    open_files: int = 1024
+    output_bytes: int = 16 << 20
+    cpus: float = 2.0
+    exec_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"limit {name}={getattr(self, name)!r} must be above zero")
+        if self.disk_bytes + (32 << 20) > self.memory_bytes:
+            raise ConfigError(
+                f"disk_bytes={self.disk_bytes} must leave 32 MiB of memory_bytes={self.memory_bytes}: changed files live in memory"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a driver can do here.
+
+    Attributes:
+        isolation: what separates guest and host.
+        snapshot: what a checkpoint holds: "files" or "machine" (memory, devices and files).
+        incremental: a checkpoint stores only what is new.
+        fork: a running sandbox can be copied.
+        guest_kernel: the guest has a kernel of its own.
+        network: network policies that it can keep.
+        mounts: the guest may mount file systems.
+    """
+
+    isolation: str
+    snapshot: str
+    incremental: bool
+    fork: bool
+    guest_kernel: bool
+    network: tuple[str, ...]
+    mounts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """One promise of a driver on this machine: whether it holds, and by what or why not."""
+
+    name: str
+    held: bool
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What a driver found out by running something."""
+
+    driver: str
+    passed: bool
+    reason: str
+    capabilities: Capabilities | None = None
+    guarantees: tuple[Guarantee, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a command did.
+
+    Attributes:
+        code: exit code; 128 + signal if a signal ended it; 127 or 126 if it could not be started.
+        signal: the signal that ended it, else 0.
+        stdout, stderr: kept output, at most `Limits.output_bytes` each.
+        stdout_bytes, stderr_bytes: all output, kept or not.
+        timed_out: its time was over and it was killed.
+        out_of_memory: the sandbox's memory limit killed something while it ran.
+        seconds, cpu_seconds, peak_bytes: real time, processor time and peak resident memory of it and its reaped children.
+        driver, guarantees: which driver ran it, and what that promises.
+    """
+
+    code: int
+    signal: int
+    stdout: bytes
+    stderr: bytes
+    stdout_bytes: int
+    stderr_bytes: int
+    timed_out: bool
+    out_of_memory: bool
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    driver: str
+    guarantees: tuple[Guarantee, ...]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether output was dropped."""
+        return len(self.stdout) < self.stdout_bytes or len(self.stderr) < self.stderr_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a command's output as it came: stream is "stdout" or "stderr"."""
+
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GuestFile:
+    """An entry of a guest's folder; kind is folder, file, link or other."""
+
+    name: str
+    kind: str
+    size: int
+    mode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """What a sandbox is made from; a snapshot records it whole.
+
+    Attributes:
+        template: "host", or the folder of an image's root file system.
+        trees: host folders that the guest also sees, its writes to them private.
+    """
+
+    template: str = "host"
+    trees: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    network: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.network not in NETWORKS:
+            raise ConfigError(f"network={self.network!r} is not one of {', '.join(NETWORKS)}")
+
+
+class Process(Protocol):
+    """A started command, as a driver gives it: descriptors of its streams and a status to wait for."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+    terminal: int
+
+    def status_fd(self) -> int:
+        """Becomes readable when `finish` will not wait."""
+        ...
+
+    def finish(self) -> Mapping[str, Any]:
+        """`code`, `signal`, `cpu`, `rss`. Raises GuestLost when the guest ended first."""
+        ...
+
+    def kill(self) -> None:
+        """End it and everything that it started and that is still in its session."""
+        ...
+
+    def close(self) -> None:
+        """Give the descriptors back; a command that still runs is killed."""
+        ...
+
+
+class Machine(Protocol):
+    """One live guest of a driver. Calls take at most the driver's time limit and end in `GuestLost` after it."""
+
+    guarantees: tuple[Guarantee, ...]
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, terminal: bool = False) -> Process: ...
+    def file_command(self, command: str, arguments: Mapping[str, Any], data: bytes = b"") -> bytes: ...
+    def connect(self, port: int) -> socket.socket: ...
+    def freeze(self) -> int: ...
+    def thaw(self) -> None: ...
+    def capture(self) -> Iterator[tuple[dict[str, Any], list[bytes | None]]]: ...
+    def out_of_memory_kills(self) -> int: ...
+    def alive(self) -> bool: ...
+    def destroy(self) -> None: ...
+
+
+class Driver(Protocol):
+    """A mechanism that makes machines."""
+
+    name: str
+
+    def probe(self) -> Probe: ...
+    def make(self, sandbox: str, generation: str, spec: Spec, layer: str | None, blobs: str) -> Machine: ...
+    def template_hash(self, spec: Spec) -> str: ...
+    def close(self) -> None: ...
+
+
+OnOutput = Callable[[Output], None]

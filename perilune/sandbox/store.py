@@ -1,0 +1,324 @@
+"""The snapshot store: blobs named by their hash, and snapshots that name the blobs they need.
+
+    blobs/ab/cdef…       pieces of files (64 KiB; a piece of zeros is not stored) and layers (JSON lists of entries)
+    snapshots/ID.json    written last; a snapshot exists once its file does. Its last line is the hash of the rest.
+    usage                bytes of all blobs, so that the limit holds for all processes together
+    lock                 shared while a snapshot is written, exclusive while blobs are collected
+
+A killed writer leaves blobs that no snapshot names, or temporary files; `collect` removes both. Nothing is changed in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import ConfigError, SandboxError
+from perilune.sandbox.guest import layer, linux
+from perilune.sandbox.protocol import StoreDamaged, StoreFull
+
+FORMAT = 1
+SYNCS = ("none", "batch", "full")
+"""none: the kernel writes when it likes (a power cut may cost the snapshot, and a reader will notice). batch: one flush of the file
+system before a snapshot is published. full: every blob and folder is synced by itself."""
+SMALL = 512
+"""Bytes of a file system block: what a blob is counted as at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A published snapshot.
+
+    Attributes:
+        id: its name.
+        sandbox, generation: what it was taken of.
+        driver, machine, contains: which driver can resume it, on which processor, and whether it holds files or a whole machine.
+        template_hash, spec: what the sandbox was made from.
+        layer: blob with the entries of its changed files.
+        parent: the snapshot before it, or None; only a note, for it stands on its own.
+        created: seconds since 1970.
+        entries, bytes, new_bytes: changed files, their stored content, and what of it was not in the store before.
+        processes: processes that ran when it was taken; a snapshot of files does not bring them back.
+    """
+
+    id: str
+    sandbox: str
+    generation: str
+    driver: str
+    machine: str
+    contains: str
+    template_hash: str
+    spec: dict[str, Any]
+    layer: str
+    parent: str | None
+    created: float
+    entries: int
+    bytes: int
+    new_bytes: int
+    processes: int
+    format: int = FORMAT
+
+
+@dataclass(slots=True)
+class Batch:
+    """Blobs of a snapshot that is being written, from `Store.writing`."""
+
+    store: Store
+    new_bytes: int = 0
+    fresh: list[Path] = field(default_factory=list)
+
+    def put(self, data: bytes) -> str:
+        """Store a blob unless it is there; returns its name.
+
+        Raises:
+            StoreFull: it would pass the store's limit, or the disk is full.
+        """
+        name = layer.digest(data)
+        path = self.store.blob_path(name)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size == len(data):
+                return name
+        self.store.reserve(max(len(data), SMALL))
+        self.store.write_file(path, data)
+        self.new_bytes += len(data)
+        self.fresh.append(path)
+        return name
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Make the snapshot exist, after everything that it names is written (and synced, as the store is told to)."""
+        if self.store.sync == "batch":
+            fd = os.open(self.store.root, os.O_RDONLY)
+            try:
+                linux.sync_file_system(fd)
+            finally:
+                os.close(fd)
+        elif self.store.sync == "full":
+            for folder in {path.parent for path in self.fresh} | {self.store.root / "blobs"}:
+                _sync_folder(folder)
+        body = json.dumps(asdict(snapshot), sort_keys=True)
+        text = f"{body}\n{layer.digest(body.encode())}\n"
+        self.store.write_file(self.store.snapshot_path(snapshot.id), text.encode(), sync=self.store.sync != "none")
+        if self.store.sync != "none":
+            _sync_folder(self.store.root / "snapshots")
+
+
+class Store:
+    """A folder with blobs and snapshots; several processes may use it at once.
+
+    Args:
+        root: the folder; made if missing, readable by its owner only.
+        sync: one of `SYNCS`.
+        max_bytes: most bytes of blobs; counts what is not collected yet, too.
+    """
+
+    def __init__(self, root: Path, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+        if sync not in SYNCS:
+            raise ConfigError(f"sync={sync!r} is not one of {', '.join(SYNCS)}")
+        self.root, self.sync, self.max_bytes = root, sync, max_bytes
+        for name in ("blobs", "snapshots", "tmp"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        os.chmod(root, 0o700)
+        self._prefixes: set[str] = set()
+
+    def blob_path(self, name: str) -> Path:
+        """Where a blob lies."""
+        return self.root / "blobs" / name[:2] / name[2:]
+
+    def snapshot_path(self, name: str) -> Path:
+        """Where a snapshot's record lies. Raises SandboxError for a name that no snapshot can have."""
+        if not name.startswith("snap-") or not name.removeprefix("snap-").isalnum():
+            raise SandboxError(f"{name!r} is no snapshot's name; they look like snap-0123456789ab")
+        return self.root / "snapshots" / f"{name}.json"
+
+    def new_id(self) -> str:
+        """A fresh snapshot name."""
+        return f"snap-{secrets.token_hex(8)}"
+
+    @contextlib.contextmanager
+    def _locked(self, kind: int, name: str = "lock") -> Iterator[int]:
+        fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, kind)
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Batch]:
+        """Write blobs and publish; keeps collection away meanwhile."""
+        with self._locked(fcntl.LOCK_SH):
+            yield Batch(self)
+
+    def write_file(self, path: Path, data: bytes, *, sync: bool | None = None) -> None:
+        """Write under a temporary name and rename, so that a reader sees all of it or nothing."""
+        temporary = self.root / "tmp" / secrets.token_hex(12)
+        try:
+            if path.parent.name not in self._prefixes:
+                path.parent.mkdir(exist_ok=True)
+                self._prefixes.add(path.parent.name)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                if self.sync == "full" if sync is None else sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise StoreFull(
+                f"cannot write to the snapshot store {self.root}: {error.strerror}; free some space there"
+            ) from error
+
+    def reserve(self, count: int) -> None:
+        """Count bytes against the limit of the store, over all processes. Raises StoreFull."""
+        with self._locked(fcntl.LOCK_EX, "usage") as fd:
+            used = int(os.pread(fd, 32, 0) or b"0")
+            if used + count > self.max_bytes:
+                raise StoreFull(
+                    f"the snapshot store {self.root} holds {used} bytes and may hold {self.max_bytes}; "
+                    f"{count} more do not fit. Remove snapshots (perilune sandbox rm), which frees what no other one uses"
+                )
+            os.pwrite(fd, b"%-31d" % (used + count), 0)
+
+    def used_bytes(self) -> int:
+        """Bytes counted against the limit."""
+        with self._locked(fcntl.LOCK_EX, "usage") as fd:
+            return int(os.pread(fd, 32, 0) or b"0")
+
+    def read(self, name: str) -> bytes:
+        """A blob's content, checked. Raises StoreDamaged, naming the blob."""
+        try:
+            return layer.load(str(self.root / "blobs"), name)
+        except ValueError as error:
+            raise StoreDamaged(f"snapshot store {self.root}: {error}") from None
+
+    def read_layer(self, name: str) -> list[dict[str, Any]]:
+        """The entries of a layer, checked. Raises StoreDamaged."""
+        try:
+            entries = json.loads(self.read(name))
+            for entry in entries:
+                layer.check(entry)
+        except (ValueError, TypeError) as error:
+            raise StoreDamaged(f"snapshot store {self.root}: layer {name} is no list of entries: {error}") from None
+        return entries
+
+    def snapshots(self) -> list[str]:
+        """Names of all snapshots."""
+        return sorted(path.stem for path in (self.root / "snapshots").glob("snap-*.json"))
+
+    def snapshot(self, name: str) -> Snapshot:
+        """A snapshot's record. Raises SandboxError for an unknown name, StoreDamaged for a record that is not whole."""
+        path = self.snapshot_path(name)
+        try:
+            body, checksum, rest = path.read_bytes().split(b"\n")
+            if rest or layer.digest(body) != checksum.decode():
+                raise ValueError("its checksum does not fit")
+            values = json.loads(body)
+            if values.get("format") != FORMAT:
+                raise ValueError(f"it has format {values.get('format')}, this version reads {FORMAT}")
+            return Snapshot(**values)
+        except FileNotFoundError:
+            known = ", ".join(self.snapshots()[:8]) or "none"
+            raise SandboxError(f"there is no snapshot {name!r} in {self.root}; there are: {known}") from None
+        except (ValueError, TypeError) as error:
+            raise StoreDamaged(f"snapshot {name} ({path}) is damaged: {error}") from None
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """A second snapshot of the same content, with its own life; no content is written."""
+        with self.writing() as batch:
+            made = replace(snapshot, id=self.new_id(), parent=snapshot.id, created=time.time(), new_bytes=0)
+            self._needs(snapshot)
+            batch.publish(made)
+            return made
+
+    def _needs(self, snapshot: Snapshot) -> set[str]:
+        entries = self.read_layer(snapshot.layer)
+        return {snapshot.layer} | {name for entry in entries for name in entry.get("chunks", ()) if name is not None}
+
+    def references(self, without: Iterable[str] = ()) -> Counter[str]:
+        """How many snapshots need each blob.
+
+        Raises:
+            StoreDamaged: a snapshot cannot be read, so what it needs is not known.
+        """
+        count: Counter[str] = Counter()
+        for name in set(self.snapshots()) - set(without):
+            count.update(self._needs(self.snapshot(name)))
+        return count
+
+    def delete(self, names: Sequence[str]) -> int:
+        """Remove snapshots and the blobs that only they needed; returns the bytes freed.
+
+        Raises:
+            SandboxError: one of them does not exist; nothing was removed.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            paths = [self.snapshot_path(name) for name in names]
+            for name, path in zip(names, paths):
+                if not path.exists():
+                    raise SandboxError(f"there is no snapshot {name!r} in {self.root}")
+            for path in paths:
+                path.unlink()
+        return self.collect()
+
+    def collect(self) -> int:
+        """Remove blobs that no snapshot needs and leftovers of killed writers; returns the bytes freed.
+
+        With a damaged snapshot in the store nothing is removed: what it needs is not known. Delete or mend it first.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            needed, freed, kept = self.references(), 0, 0
+            for path in self._blob_paths():
+                size = path.stat().st_size
+                if needed[path.parent.name + path.name] == 0:
+                    path.unlink()
+                    freed += size
+                else:
+                    kept += max(size, SMALL)
+            for path in (self.root / "tmp").iterdir():
+                path.unlink(missing_ok=True)  # Writers hold the shared lock, so none is at work.
+            with self._locked(fcntl.LOCK_EX, "usage") as fd:
+                os.pwrite(fd, b"%-31d" % kept, 0)
+            return freed
+
+    def _blob_paths(self) -> Iterator[Path]:
+        for folder in (self.root / "blobs").iterdir():
+            yield from folder.iterdir()
+
+    def verify(self) -> list[str]:
+        """Read everything; one line for each snapshot or blob that is not whole. Empty = the store is sound."""
+        found, checked = [], set()
+        for name in self.snapshots():
+            try:
+                needs = self._needs(self.snapshot(name))
+            except SandboxError as error:
+                found.append(f"{name}: {error}")
+                continue
+            for blob in sorted(needs - checked):
+                try:
+                    self.read(blob)
+                    checked.add(blob)
+                except SandboxError as error:
+                    found.append(f"{name}: {error}")
+        return found
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
