@@ -49,6 +49,8 @@ def _lead(run: Run) -> str:
     tokens = train.get("tokens") or (run.train[-1].get("tokens") if run.train else 0) or 0
     seconds = train.get("seconds") or (run.train[-1].get("seconds") if run.train else 0) or 0
     parts = [f"{amount(steps)} steps", f"{amount(tokens)} tokens"]
+    if images := train.get("images"):
+        parts.append(f"{amount(images)} pictures")
     if seconds:
         parts.append(f"{duration(seconds)} of training")
     text = "A K3-class language model after " + ", ".join(parts) + "."

@@ -10,6 +10,7 @@ question are given, not predicted: the loss is on the answer and on what ends it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,9 @@ class DocumentWriter:
         self.tokenizer = tokenizer
         self.processor = processor
         self.chat = chat
+        # A few sizes and captions come again and again; looking them up is cheaper than encoding them.
+        self._encoded = lru_cache(4096)(tokenizer.encode)
+        self._framing = lru_cache(4096)(self._framed)
 
     def document(self, drawing: Drawing, room: int) -> ImageDocument | None:
         """The form that the picture's number decides, or the caption if that is too long; None if that is too long too.
@@ -71,7 +75,7 @@ class DocumentWriter:
     def captioned(self, image: ProcessedImage, caption: str) -> ImageDocument:
         """A picture and its caption."""
         given = self.caption_prompt(image)
-        answer = [*self.tokenizer.encode(caption), self.tokenizer.special.eos]
+        answer = [*self._encoded(caption), self.tokenizer.special.eos]
         written = np.arange(len(given.ids) + len(answer)) >= len(given.ids)
         return _document(np.concatenate([given.ids, answer]), written, given.image)
 
@@ -82,10 +86,13 @@ class DocumentWriter:
 
     def caption_prompt(self, image: ProcessedImage) -> ImageDocument:
         """A picture behind which a caption is to follow; no targets."""
-        segments = expand([Image(0)], images=[_size(image)])
-        ids = np.array(encode_segments(self.tokenizer, segments))
+        ids = np.array(self._framing(_size(image)))
         first = int(np.flatnonzero(ids == self.tokenizer.special.ids["<|media_pad|>"])[0])
         return _document(ids, np.zeros(len(ids), dtype=np.bool_), PlacedImage(first, image))
+
+    def _framed(self, size: ImageSize) -> list[int]:
+        """Ids that stand for a picture."""
+        return encode_segments(self.tokenizer, expand([Image(0)], images=[size]))
 
     def chat_prompt(self, image: ProcessedImage, question: str) -> ImageDocument:
         """A chat in which the picture was sent with a question, up to the answer; no targets."""

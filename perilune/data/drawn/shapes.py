@@ -19,16 +19,6 @@ WHAT = (
 )  # fmt: skip
 """Wordings of the question for everything that there is."""
 
-_ROWS = ("top", "middle", "bottom")
-_COLUMNS = ("left", "centre", "right")
-
-
-def place(x: float, y: float, width: int, height: int) -> str:
-    """Which ninth of the picture a point lies in: "top left", "middle right", "centre"."""
-    row = _ROWS[min(2, max(0, int(3 * y / height)))]
-    column = _COLUMNS[min(2, max(0, int(3 * x / width)))]
-    return "centre" if (row, column) == ("middle", "centre") else f"{row} {column}"
-
 
 class OneShape:
     """One object anywhere on plain paper: shape x colour x place x size."""
@@ -58,14 +48,13 @@ class OneShape:
         return objects.with_article(objects.name(thing)), f"{objects.with_article(thing['shape'])} in {thing['colour']}"
 
     def questions(self, attributes: Attributes) -> tuple[Question, ...]:
-        """What it is, its shape, its colour, its place, its size."""
+        """What it is, its shape, its colour, its size."""
         thing, sides = attributes["object"], (attributes["width"], attributes["height"])
         large = thing["radius"] > 0.35 * min(sides)
         return (
             *(Question("what", text, self.captions(attributes)[0]) for text in WHAT),
             Question("shape", "What shape is it?", objects.with_article(thing["shape"])),
             Question("colour", "What colour is it?", thing["colour"]),
-            Question("place", "Where is it?", place(thing["x"], thing["y"], *sides)),
             Question("size", "Is it large or small?", "large" if large else "small"),
         )
 
