@@ -36,7 +36,7 @@ def nano() -> ModelConfig:
 
 
 def nano_vision() -> ModelConfig:
-    """`nano` with a vision tower of 0.15 M parameters for pictures of 56 pixels: the demo with images."""
+    """`nano` with a vision tower and projector of 0.24 M parameters for pictures of 56 pixels: the demo with images."""
     return replace(
         nano(),
         vision=VisionConfig(hidden_size=64, num_layers=3, num_heads=4, head_dim=16, mlp_size=192, patch_size=7, position_grid=8),
