@@ -54,7 +54,11 @@ def trees(spec: Spec, templates: Path) -> list[dict[str, str | None]]:
         path = _folder(tree, "tree")
         if str(path) in _SENSITIVE:
             raise ConfigError(f"tree {tree} would show the host's own {path}; name a folder of programs or data")
-        found.append({"path": str(path).lstrip("/"), "lower": str(path)})
+        inside = str(path).lstrip("/")
+        if inside not in {shown["path"] for shown in found}:
+            found.append({"path": inside, "lower": str(path)})
+    # Mounted in this order: what lies in another tree comes after it.
+    found.sort(key=lambda shown: str(shown["path"]))
     return [*found, {"path": "dev/shm", "lower": None}]
 
 

@@ -341,7 +341,10 @@ class ProcProcess:
         """See `protocol.Process`."""
         self.status.settimeout(CALL_SECONDS)
         try:
-            message = wire.receive(self.status)
+            try:
+                message = wire.receive(self.status)
+            except ConnectionResetError:  # The agent had ended with it before our kill was read; its message is still there.
+                message = wire.receive(self.status)
         except (OSError, wire.Malformed) as error:
             raise GuestLost(f"sandbox {self.sandbox}: its agent does not answer: {error}") from error
         if message is None:

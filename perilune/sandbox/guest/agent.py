@@ -74,6 +74,7 @@ class _Agent:
                     # One byte or the end of an execution's status socket: it shall not run on.
                     for pid, status in self.running.items():
                         if status.fileno() == fd:
+                            _drain(status)
                             self._kill(pid)
                             self.poll.unregister(fd)
                             break
@@ -169,6 +170,7 @@ class _Agent:
                 continue
             with contextlib.suppress(KeyError):
                 self.poll.unregister(status)
+            _drain(status)
             signalled = os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0
             with contextlib.suppress(OSError):
                 wire.send(status, {
@@ -265,3 +267,9 @@ class _Agent:
         finally:
             if running:
                 self._thaw()
+
+
+def _drain(status: socket.socket) -> None:
+    """Take what the owner has sent: a socket that is closed with unread messages resets the other end."""
+    with contextlib.suppress(OSError):
+        status.recv(64)

@@ -53,10 +53,7 @@ def walk(fd: int, tree: str) -> Iterator[tuple[dict[str, Any], int]]:
         for name in names:
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
             path = f"{prefix}/{name}" if prefix else name
-            entry: dict[str, Any] = {
-                "path": path, "mode": stat.S_IMODE(info.st_mode), "uid": info.st_uid, "gid": info.st_gid,
-                "mtime": info.st_mtime_ns,
-            }  # fmt: skip
+            entry = _entry(path, info)
             if stat.S_ISDIR(info.st_mode):
                 child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
                 try:
@@ -82,7 +79,15 @@ def walk(fd: int, tree: str) -> Iterator[tuple[dict[str, Any], int]]:
             elif stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:
                 yield {"path": path, "type": "gone"}, -1
 
+    if tree:
+        yield _entry(tree, os.fstat(fd)) | {"type": "folder"}, -1
     yield from folder(fd, tree)
+
+
+def _entry(path: str, info: os.stat_result) -> dict[str, Any]:
+    return {
+        "path": path, "mode": stat.S_IMODE(info.st_mode), "uid": info.st_uid, "gid": info.st_gid, "mtime": info.st_mtime_ns,
+    }  # fmt: skip
 
 
 def _xattrs(fd: int) -> dict[str, Any]:

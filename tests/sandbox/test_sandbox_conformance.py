@@ -1,0 +1,373 @@
+"""What every driver must do, whichever mechanism it has: run, stream, files, ports, save, resume, fork, pause."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+
+from perilune.errors import ConfigError
+from perilune.sandbox import Output, Sandbox, Sandboxes, State
+from perilune.sandbox.protocol import GuestFileError, GuestLost, SecretInSnapshot, TransitionError
+
+DEADLINE = 30.0
+
+
+def sh(box: Sandbox, script: str, **options) -> str:
+    result = box.exec(["sh", "-c", script], **options)
+    assert result.code == 0, result
+    return result.stdout.decode(errors="surrogateescape")
+
+
+def wait_until(box: Sandbox, script: str) -> None:
+    """Until the script succeeds in the guest, which looks again without a pause of ours."""
+    sh(box, f"until {script}; do :; done", timeout=DEADLINE)
+
+
+def test_streams_exit_code_and_what_the_driver_promises(box, driver):
+    result = box.exec(["sh", "-c", "cat; echo err >&2; exit 7"], stdin=b"in\0put")
+    assert (result.code, result.stdout, result.stderr, result.signal) == (7, b"in\0put", b"err\n", 0)
+    assert result.driver == driver
+    assert {"isolation", "network", "memory limit"} <= {guarantee.name for guarantee in result.guarantees}
+    assert 0 < result.peak_bytes and not result.timed_out and not result.truncated
+
+
+def test_a_killed_and_a_missing_program(box):
+    killed = box.exec(["sh", "-c", "kill -9 $$"])
+    assert (killed.code, killed.signal) == (137, 9)
+    missing = box.exec(["no-such-program"])
+    assert missing.code == 127 and b"no-such-program" in missing.stderr
+    assert box.exec(["/etc/passwd"]).code == 126
+    with pytest.raises(ConfigError, match="NUL"):
+        box.exec(["a\0b"])
+
+
+def test_large_input_and_output_pass_unchanged(box):
+    data = os.urandom(900_000)
+    assert box.exec(["cat"], stdin=data).stdout == data
+
+
+def test_input_from_a_descriptor_that_is_written_while_the_program_runs(box):
+    read, write = os.pipe()
+    answers: list[bytes] = []
+
+    def answer(output: Output) -> None:
+        answers.append(output.data)
+        os.write(write, b"second\n") if len(answers) == 1 else os.close(write)
+
+    os.write(write, b"first\n")
+    try:
+        result = box.exec(["cat"], stdin=read, on_output=answer, timeout=DEADLINE)
+    finally:
+        os.close(read)
+    assert answers == [b"first\n", b"second\n"] and result.code == 0
+
+
+def test_output_comes_while_the_program_runs(box):
+    execution = box.start(["sh", "-c", "echo first; read line; echo $line"], stdin=b"", timeout=DEADLINE)
+    first = next(iter(execution))
+    assert first == Output("stdout", b"first\n")
+    assert execution.result().code == 0
+
+
+def test_output_beyond_the_limit_is_counted_and_dropped(box):
+    result = box.exec(["sh", "-c", "head -c 3000000 /dev/zero; echo end >&2"])
+    assert (len(result.stdout), result.stdout_bytes, result.stderr) == (1 << 20, 3_000_000, b"end\n")
+    assert result.truncated
+
+
+def test_a_background_process_neither_holds_a_command_up_nor_ends_with_it(box):
+    sh(box, "mkfifo /tmp/go; (read line < /tmp/go; echo done > /tmp/done) & echo started", timeout=DEADLINE)
+    sh(box, "echo > /tmp/go")
+    wait_until(box, "test -s /tmp/done")
+
+
+def test_timeout_ends_all_that_a_command_started_and_nothing_else(box):
+    sh(box, "sleep 1000 > /dev/null 2>&1 & echo $! > /tmp/other")
+    result = box.exec(["sh", "-c", "trap '' TERM; sleep 1001 & sleep 1001 & echo x; wait"], timeout=0.2)
+    assert result.timed_out and result.signal == 9 and result.stdout == b"x\n"
+    wait_until(box, "test $(cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 100[1]') = 0")
+    sh(box, "kill -0 $(cat /tmp/other)")
+
+
+def test_several_commands_at_once(box):
+    sh(box, "mkfifo /tmp/a /tmp/b")
+    results = {}
+
+    def one(name: str, script: str) -> None:
+        results[name] = box.exec(["sh", "-c", script], timeout=DEADLINE).stdout
+
+    threads = [
+        threading.Thread(target=one, args=("reader", "echo ping > /tmp/a; cat /tmp/b")),
+        threading.Thread(target=one, args=("writer", "cat /tmp/a; echo pong > /tmp/b")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert results == {"reader": b"pong\n", "writer": b"ping\n"}
+
+
+def test_environment_is_the_sandboxs_own(box, monkeypatch):
+    monkeypatch.setenv("HOST_ONLY", "yes")
+    lines = sh(box, "env", env={"A": "b c"}).splitlines()
+    assert "A=b c" in lines and f"PERILUNE_SANDBOX={box.id}" in lines
+    assert not any("HOST_ONLY" in line for line in lines)
+
+
+def test_files(box):
+    data = os.urandom(200_001)
+    box.write_file("/work/deep/er/file", data, mode=0o640)
+    assert box.read_file("/work/deep/er/file") == data
+    entry = box.list("/work/deep/er")[0]
+    assert (entry.name, entry.kind, entry.size, entry.mode) == ("file", "file", 200_001, 0o640)
+    with pytest.raises(GuestFileError, match="No such file"):
+        box.read_file("/work/none")
+    with pytest.raises(GuestFileError, match="more than the 100 asked for"):
+        box.read_file("/work/deep/er/file", max_bytes=100)
+    sh(box, "mkfifo /work/pipe")
+    for path in ("/work/pipe", "/work/deep", "/dev/zero"):
+        with pytest.raises(GuestFileError):
+            box.read_file(path)
+    with pytest.raises(GuestFileError, match="not a regular file"):
+        box.write_file("/work/pipe", b"x")
+
+
+def test_ports_are_reached_without_a_network(python_box, python):
+    server = (
+        "import socket; s = socket.create_server(('127.0.0.1', 8123)); print('up', flush=True)\n"
+        "while True:\n c, _ = s.accept(); c.sendall(c.recv(100).upper()); c.close()"
+    )
+    execution = python_box.start([python, "-S", "-c", server], timeout=DEADLINE)
+    assert next(iter(execution)).data == b"up\n"
+    assert python_box.ports() == [8123]
+    with python_box.connect(8123) as connection:
+        connection.settimeout(DEADLINE)
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"HELLO"
+    with pytest.raises(GuestFileError, match="refused"):
+        python_box.connect(9)
+    execution.kill()
+    assert execution.result().signal == 9
+
+
+PREPARE = r"""
+mkdir -p /work/tree/empty && cd /work/tree
+printf 'a\nb' > text && chmod 4751 text && ln text hard && ln -s ../nowhere link && ln -s /etc/passwd absolute && mkfifo pipe
+touch -d '2001-02-03 04:05:06.789' text && head -c 5 /dev/zero > zeros && : > nothing
+mkdir 'odd '"$(printf '\303\251\n\377')" && chmod 1777 empty && touch -d '1999-01-01' empty
+rm /etc/shells && rm -r /etc/alternatives && mkdir /etc/alternatives && echo new > /etc/alternatives/mine
+echo changed >> /etc/hosts && truncate -s 3M sparse && printf x | dd of=sparse bs=1 seek=2000000 conv=notrunc 2>/dev/null
+head -c 200000 /dev/urandom > big && echo shared > /dev/shm/segment && chown 0:0 big
+"""
+LOOK = r"""
+cd / && find work etc dev/shm -printf '%p %y %m %U %G %s %T@ %l\n' | sort
+find work/tree etc/hosts dev/shm -type f -exec cksum {} + | sort
+stat -c '%h' work/tree/text
+"""
+
+
+def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes, box):
+    sh(box, PREPARE)
+    wanted = sh(box, LOOK)
+    assert "work/tree/hard" in wanted and "etc/shells" not in wanted and "etc/alternatives/mine" in wanted
+    generations = {box.generation}
+    for _ in range(3):
+        snapshot = box.checkpoint()
+        box.destroy()
+        box = sandboxes.resume(snapshot.id)
+        generations.add(box.generation)
+        assert sh(box, LOOK) == wanted
+        assert sh(box, "ls -A /etc/alternatives") == "mine\n"
+    assert len(generations) == 4
+
+
+def test_a_checkpoint_stores_only_what_is_new(box):
+    box.write_file("/work/big", os.urandom(1_000_000))
+    first = box.checkpoint()
+    sh(box, "printf x | dd of=/work/big bs=1 seek=500000 conv=notrunc 2>/dev/null")
+    second = box.checkpoint()
+    assert first.new_bytes >= 1_000_000 and second.new_bytes < 3 * 65536
+    assert second.parent == first.id and second.bytes == 1_000_000
+
+
+def test_zeros_are_not_stored(box):
+    sh(box, "truncate -s 20M /work/hole; head -c 5000000 /dev/zero > /work/zeros")
+    assert box.checkpoint().new_bytes < 20_000
+
+
+def test_a_write_through_a_mapping_is_saved_although_no_time_stamp_tells_of_it(sandboxes, python_box, python):
+    script = (
+        "import mmap, os, sys\nf = open('/work/mapped', 'w+b'); f.truncate(8192); m = mmap.mmap(f.fileno(), 8192)\n"
+        "m[0] = 1\nprint('ready', flush=True); os.read(0, 1); before = os.stat('/work/mapped').st_mtime_ns\n"
+        "m[4096] = 77; print('written', flush=True); os.read(0, 1)"
+    )
+    read, write = os.pipe()
+    execution = python_box.start([python, "-S", "-c", script], stdin=read, timeout=DEADLINE)
+    outputs = iter(execution)
+    assert next(outputs).data == b"ready\n"
+    python_box.checkpoint()
+    os.write(write, b"x")
+    assert next(outputs).data == b"written\n"
+    snapshot = python_box.checkpoint()
+    execution.kill()
+    execution.result()
+    os.close(write)
+    os.close(read)
+    assert sandboxes.resume(snapshot.id).read_file("/work/mapped")[4096] == 77
+
+
+def test_forks_start_equal_and_share_nothing(box):
+    sh(box, "echo common > /work/a")
+    forks = box.fork(2)
+    for number, fork in enumerate(forks):
+        assert fork.read_file("/work/a") == b"common\n"
+        sh(fork, f"echo {number} > /work/a; echo {number} > /dev/shm/s")
+    assert [fork.read_file("/work/a") for fork in forks] == [b"0\n", b"1\n"]
+    assert box.read_file("/work/a") == b"common\n" and box.list("/dev/shm") == []
+    assert len({box.id, *(fork.id for fork in forks)}) == 3
+
+
+def test_t34_forks_differ_in_randomness_and_identity_and_their_clocks_are_right(box):
+    script = "cat /proc/sys/kernel/random/uuid; head -c 16 /dev/urandom | od -An -tx1; echo $PERILUNE_GENERATION; hostname; date +%s.%N"
+    seen = []
+    for fork in box.fork(3):
+        before = time.time()
+        *identity, clock = sh(fork, script).splitlines()
+        assert before - 0.5 < float(clock) < time.time() + 0.5
+        seen.append(identity)
+    for row in zip(*seen):
+        assert len(set(row)) == 3, row
+
+
+def test_t35_a_checkpoint_leaves_the_background_running_and_says_what_a_resume_brings_back(sandboxes, box, driver):
+    sh(box, "(i=0; while :; do i=$((i+1)); echo $i > /work/n.new; mv /work/n.new /work/n; done) > /dev/null 2>&1 &")
+    wait_until(box, "test -s /work/n")
+    snapshot = box.checkpoint()
+    before = int(box.read_file("/work/n"))
+    wait_until(box, f"test $(cat /work/n) -gt {before}")
+    resumed = sandboxes.resume(snapshot.id)
+    capability = resumed.capabilities()
+    saved = int(resumed.read_file("/work/n"))
+    assert 0 < saved <= before
+    if capability.snapshot == "machine":
+        wait_until(resumed, f"test $(cat /work/n) -gt {saved}")
+    else:
+        assert sh(resumed, "ls /proc | grep -c '^[0-9]'; true").strip() in ("3", "4")  # process 1, sh, ls, grep
+        assert int(resumed.read_file("/work/n")) == saved
+        assert snapshot.processes >= 1 and snapshot.contains == "files"
+
+
+def test_t36_a_restore_at_once_after_a_restore_answers_and_the_old_life_does_not(sandboxes, box):
+    sh(box, "echo 0 > /work/n")
+    old = []
+    for number in range(4):
+        snapshot = box.pause()
+        machine, generation = box._machine, box.generation
+        assert machine is None
+        box.resume()
+        old.append(generation)
+        assert sh(box, "echo $PERILUNE_GENERATION; cat /work/n").split() == [box.generation, str(number)]
+        sh(box, f"echo {number + 1} > /work/n")
+        assert snapshot.generation == generation
+    assert len({*old, box.generation}) == 5
+
+
+def test_a_command_of_an_ended_life_is_lost_and_not_answered_by_the_next(box):
+    execution = box.start(["sleep", "1000"])
+    box.pause()
+    box.resume()
+    with pytest.raises(GuestLost):
+        execution.process.finish()
+    execution.close()
+    assert sh(box, "echo alive") == "alive\n"
+
+
+def test_pause_in_memory_stops_time_for_the_guest(box):
+    sh(box, "(i=0; while :; do i=$((i+1)); echo $i > /work/n.new; mv /work/n.new /work/n; done) > /dev/null 2>&1 &")
+    wait_until(box, "test -s /work/n")
+    generation = box.generation
+    assert box.pause(keep_memory=True) is None
+    with pytest.raises(TransitionError, match="is paused and cannot go to exec"):
+        box.exec(["true"])
+    assert box._machine is not None
+    states = set()
+    for entry, chunks in box._machine.capture():
+        if entry["path"] == "work/n":
+            states.add(bytes(chunks[0] or b""))
+    for entry, chunks in box._machine.capture():
+        if entry["path"] == "work/n":
+            states.add(bytes(chunks[0] or b""))
+    assert len(states) == 1
+    box.resume()
+    assert box.generation == generation
+    wait_until(box, f"test $(cat /work/n) -gt {int(states.pop())}")
+
+
+def test_pause_to_zero_ends_all_processes_and_keeps_the_files(box):
+    sh(box, "sleep 1000 > /dev/null 2>&1 & echo kept > /work/a")
+    pid = box._machine and os.pidfd_open(int(_agent_pid(box)))
+    snapshot = box.pause()
+    assert snapshot is not None and snapshot.processes == 1
+    assert box._machine is None and box.state is State.PAUSED
+    signal_gone(pid)
+    box.resume()
+    assert box.read_file("/work/a") == b"kept\n"
+
+
+def _agent_pid(box: Sandbox) -> str:
+    assert box._machine is not None
+    with open(f"/proc/self/fdinfo/{box._machine._pidfd}") as file:
+        return next(line.split()[1] for line in file if line.startswith("Pid:"))
+
+
+def signal_gone(pidfd: int | None) -> None:
+    """The process behind the descriptor has ended."""
+    import select
+
+    assert pidfd is not None
+    with contextlib.closing(open(pidfd)):
+        assert select.select([pidfd], [], [], 0)[0]
+
+
+def test_secrets_reach_their_command_only_and_no_snapshot(sandboxes, box):
+    secret = "s3cret-value-of-a-key"
+    assert sh(box, "echo $KEY", secrets={"KEY": secret}).strip() == secret
+    assert sh(box, "echo $KEY").strip() == ""
+    fork = box.fork(1)[0]
+    assert sh(fork, "echo $KEY", secrets={"KEY": "another-secret"}).strip() == "another-secret"
+    # Across the border of two stored pieces.
+    sh(box, f"head -c {65536 - 5} /dev/urandom > /work/leak; printf '{secret}' >> /work/leak")
+    with pytest.raises(SecretInSnapshot, match="/work/leak holds the secret KEY"):
+        box.checkpoint()
+    assert box.state is State.RUNNING
+    sh(box, "rm /work/leak")
+    snapshot = box.checkpoint()
+    stored = b"".join(path.read_bytes() for path in sandboxes.home.store.root.rglob("*") if path.is_file())
+    assert secret.encode() not in stored
+    assert sandboxes.resume(snapshot.id).exec(["true"]).code == 0
+
+
+def test_destroy_ends_everything_and_twice_is_once(sandboxes, box):
+    sh(box, "sleep 1000 > /dev/null 2>&1 &")
+    pid = os.pidfd_open(int(_agent_pid(box)))
+    box.destroy()
+    box.destroy()
+    signal_gone(pid)
+    assert box.state is State.DEAD and sandboxes.home.records() == []
+    with pytest.raises(TransitionError, match="is dead and cannot go to exec"):
+        box.exec(["true"])
+
+
+def test_a_guest_that_ends_under_a_command_is_lost_with_a_typed_error(sandboxes: Sandboxes, box, driver):
+    import signal
+
+    execution = box.start(["sleep", "1000"])
+    os.kill(int(_agent_pid(box)), signal.SIGKILL)
+    with pytest.raises(GuestLost):
+        execution.result()
+    assert box.state is State.DEAD
+    assert sandboxes.create(driver=driver).exec(["true"]).code == 0
