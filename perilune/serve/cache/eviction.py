@@ -3,7 +3,7 @@
 Two things can go: a checkpoint, and the end of a cached prefix: its units in one page, with the checkpoints on them, which
 nearly always is all that the page holds. Each has a priority
 
-    stamp + (tokens that a hit would have to compute again without it) * (1 + hits) / pages
+    stamp + (tokens that a hit would have to compute again without it) * (hits so far + hits to expect) / pages
 
 and the lowest goes first. `stamp` is the queue's clock when the thing was last used, and the clock stands at the priority
 of the last thing that went. So the clock ages everything that is not used, in the same units as the work saved: an old,
@@ -11,8 +11,10 @@ valuable checkpoint and a fresh, cheap one compete. (The scheme is the greedy-du
 caches; work saved per byte is Marconi's criterion for hybrid models.)
 
 The work that a checkpoint saves is counted from the next shallower one of its prefix. Where checkpoints stand close
-together each saves little, and once one has gone its successor saves more: the gaps stay geometric without a rule for it.
-Cached tokens behind the last checkpoint of their prefix save nothing and go first.
+together each saves little, and once one has gone its successor saves more, so gaps grow evenly without a rule for it.
+One hit is expected where a prefix ends, since conversations grow there, and at junctions, which have been seen twice; inside
+a prefix only `INNER`. So what thins out first is the inside of a prefix, not its end. Cached tokens behind the last
+checkpoint of their prefix save nothing and go before all else.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import heapq
 
 from perilune.errors import ConfigError
 from perilune.serve.cache.block_pool import BlockPool
+from perilune.serve.cache.retention import JUNCTION
 from perilune.serve.cache.trie import Checkpoint, Node, PrefixTrie, ancestors
 
 ORDERS = ("work", "recency")
+INNER = 0.25  # a fork somewhere inside a conversation is rarer than its next turn
 
 
 class EvictionQueue:
@@ -135,7 +139,7 @@ class EvictionQueue:
     def _checkpoint_priority(self, node: Node, checkpoint: Checkpoint) -> float:
         if not self._by_work:
             return checkpoint.stamp
-        return checkpoint.stamp + _saved(node, checkpoint.depth) * (1 + checkpoint.hits) / self._groups
+        return checkpoint.stamp + _saved(node, checkpoint.depth) * _hits(node, checkpoint) / self._groups
 
     def _run_priority(self, node: Node) -> float:
         stamp = self._stamps[node.page]
@@ -147,8 +151,12 @@ class EvictionQueue:
         marked = [(node, node.checkpoint) for node in run if node.checkpoint is not None]  # deepest first
         if not marked:
             return stamp
-        hits = max(checkpoint.hits for _, checkpoint in marked)
-        return stamp + _saved(marked[-1][0], marked[0][0].depth) * (1 + hits) / (1 + self._groups * len(marked))
+        hits = 1 + max(checkpoint.hits for _, checkpoint in marked)
+        return stamp + _saved(marked[-1][0], marked[0][0].depth) * hits / (1 + self._groups * len(marked))
+
+
+def _hits(node: Node, checkpoint: Checkpoint) -> float:
+    return checkpoint.hits + (1.0 if not node.children or checkpoint.reason == JUNCTION else INNER)
 
 
 def _hangs_on_another_page(run: list[Node]) -> bool:

@@ -130,6 +130,7 @@ class CacheStore:
         del self.checkpoints[checkpoint.pages[0]]
         for page in checkpoint.pages:
             self.pool.unbind(page)
+        self.queue.offer_page(node.page)  # worth less now, if it is an end
         self.losses.note(node.digest, f"checkpoint {why}")
         self._tell(False, "state", node)
 

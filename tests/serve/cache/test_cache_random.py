@@ -30,7 +30,7 @@ SETTINGS = (
     ("dense", 10, "work"),
 )
 MUST_HAPPEN = (
-    "hit", "junction", "copy", "refused", "no page", "export", "recycled", "rejected", "pin", "cold", "transfer", "failed", "new weights",
+    "hit", "junction", "copy", "refused", "no page", "export", "recycled", "rejected", "pin", "transfer", "failed", "new weights",
     "lost state", "lost tokens", "aborted under way", "released under way",
 )  # fmt: skip
 
