@@ -1,6 +1,6 @@
 """KDA over whole sequences on one GPU, in bfloat16: rows against flash-linear-attention, and where the time goes.
 
-    python -m perilune.bench.gpu_kda [--rows NAME] [--kernels] [--results FILE] [--budget SECONDS]
+    python -m perilune.bench.gpu_kda [--rows NAME] [--kernels | --versions] [--results FILE] [--budget SECONDS]
 
 Both sides run in one process on the same inputs, of which there are enough sets that none is still in the L2 cache when
 its turn comes again. The peer runs with its own bounded gate on. A row without a peer is printed where fla-core is not
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from perilune.bench.harness import Case, Row, run_suite
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda
 
+TWO = {"TWO_STEP_PREPARE": True, "THREE_STEP_BACKWARD": True}
+VERSIONS: dict[str, dict[str, Any]] = {  # settings of ops/kda/triton/configs.py to choose between: docs/kernels-log.md
+    "version 1": {"TWO_STEP_PREPARE": False, "THREE_STEP_BACKWARD": False},
+    "version 2": TWO,
+    "version 2, more registers": TWO | {"PREPARE_FAST": {"num_warps": 8}, "GRADIENTS": {"num_warps": 8}},
+    "version 2, 16 warps": TWO | {"PREPARE_FAST": {"num_warps": 16}, "PRODUCTS": {"num_warps": 16}},
+    "version 2, larger slabs": TWO | {"SLAB": 4096},
+    "version 2, smaller slabs": TWO | {"SLAB": 264},
+}
 DIM = 128
 L2_BYTES = 60e6
 SETTINGS = {
@@ -150,6 +160,28 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@contextmanager
+def configured(settings: dict[str, Any]) -> Iterator[None]:
+    """Within the block the launch settings are these."""
+    from perilune.ops.kda.triton import configs
+
+    before = {name: getattr(configs, name) for name in settings}
+    for name, value in settings.items():
+        setattr(configs, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(configs, name, value)
+
+
+def show_kernels(label: str, run: Callable[[], Any]) -> None:
+    """Time of each kernel and peak memory, one line."""
+    times = kernel_times(run)
+    parts = "  ".join(f"{name[:24]} {ms:.3f}" for name, ms in itertools.islice(times.items(), 10))
+    print(f"{label:44s} {sum(times.values()):8.3f} ms +{peak_bytes(run) / 1e9:.2f} GB  {parts}", flush=True)
+
+
 def show(row: Row) -> None:
     """One line a row."""
     against = "" if row.peer_ms is None else f"  peer {row.peer_ms:8.3f} ms  x{row.ratio:.2f}"
@@ -161,17 +193,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="KDA kernels on one GPU, against fla-core where it is installed")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--kernels", action="store_true", help="time of each kernel and peak memory instead of rows")
+    parser.add_argument("--versions", action="store_true", help="the same for each set of launch settings")
     parser.add_argument("--results", type=Path, help="a .jsonl file to continue from and to append to")
     parser.add_argument("--budget", type=float, help="begin no row after this many seconds")
     flags = parser.parse_args()
     chosen = [case for case in cases() if flags.rows in case.name]
-    if not flags.kernels:
+    if not (flags.kernels or flags.versions):
         run_suite(chosen, device="cuda", budget_seconds=flags.budget, results=flags.results, on_row=show)
         return
     for case in chosen:
         run, _ = case.make()
-        parts = "  ".join(f"{name[:28]} {ms:.3f}" for name, ms in itertools.islice(kernel_times(run).items(), 9))
-        print(f"{case.name:44s} +{peak_bytes(run) / 1e9:.2f} GB  {parts}", flush=True)
+        if flags.kernels:
+            show_kernels(case.name, run)
+            continue
+        print(case.name, flush=True)
+        for version, settings in VERSIONS.items():
+            try:
+                with configured(settings):
+                    show_kernels("  " + version, run)
+            except Exception as error:  # too many registers or too much shared memory: the others still run
+                print(f"  {version}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ def _triton() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["", "two_step"])
-def prepare_stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the prepare stage."""
+@pytest.fixture(params=[False, True], ids=["", "version_2"])
+def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the parallel stages; see docs/kernels-log.md."""
     monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
+    monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
 
 
 def make(
@@ -97,11 +98,11 @@ def test_it_is_these_kernels_that_run() -> None:
 @pytest.mark.parametrize("key_dim", [64, 128])
 @pytest.mark.parametrize("value_dim", [64, 128])
 @pytest.mark.parametrize("bounded", [True, False])
-def test_gradients(key_dim: int, value_dim: int, bounded: bool, prepare_stage: None) -> None:
+def test_gradients(key_dim: int, value_dim: int, bounded: bool, versions: None) -> None:
     check(make(2, 263, 2, 2, key_dim, value_dim), **(BOUNDED if bounded else IN_KERNEL))
 
 
-def test_gradients_with_two_value_heads_a_key_head(prepare_stage: None) -> None:
+def test_gradients_with_two_value_heads_a_key_head(versions: None) -> None:
     check(make(1, 200, 2, 4, v_first=True), **BOUNDED, state_v_first=True)
 
 
@@ -109,7 +110,7 @@ def test_gradients_in_float16() -> None:
     check(make(1, 200, 2, 2, dtype=torch.float16), **BOUNDED)
 
 
-def test_gradients_of_packed_sequences(prepare_stage: None) -> None:
+def test_gradients_of_packed_sequences(versions: None) -> None:
     check(make(1, 500, 2, 2, sequences=4), **BOUNDED, cu_seqlens=torch.tensor([0, 100, 100, 229, 500]))
 
 
@@ -121,7 +122,7 @@ def test_gradients_across_segments() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 128**-0.5])
-def test_t05_scales_and_values_taken_as_they_are(scale: float, prepare_stage: None) -> None:
+def test_t05_scales_and_values_taken_as_they_are(scale: float, versions: None) -> None:
     inputs = make(1, 200, 2, 2)
     del inputs["A_log"], inputs["dt_bias"]
     inputs["g"] = -5 * torch.sigmoid(inputs["g"].float())
@@ -152,7 +153,7 @@ def test_t05_serial_kernels_in_every_setting(stages: int, monkeypatch: pytest.Mo
     check(make(1, 700, 2, 2), **BOUNDED)
 
 
-def test_t01_later_tokens_do_not_move_earlier_ones(prepare_stage: None) -> None:
+def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
     first = make(1, 256, 2, 2)
     second = {n: x.clone() for n, x in first.items()}
     for name in LOW:
@@ -167,7 +168,7 @@ def test_t01_later_tokens_do_not_move_earlier_ones(prepare_stage: None) -> None:
 
 
 @pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_for_long(doubled: bool, prepare_stage: None) -> None:
+def test_t02_one_key_repeated_for_long(doubled: bool, versions: None) -> None:
     inputs = make(1, 16_384, 1, 1)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
@@ -190,7 +191,7 @@ def test_t50_states_beyond_the_range_of_float16() -> None:
     check(inputs, **BOUNDED)
 
 
-def test_repeatable_and_every_element_written(prepare_stage: None) -> None:
+def test_repeatable_and_every_element_written(versions: None) -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         inputs = make(1, 500, 2, 4, sequences=3)

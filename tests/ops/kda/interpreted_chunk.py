@@ -24,10 +24,12 @@ def _triton() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["", "two_step"])
-def prepare_stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the prepare stage."""
+@pytest.fixture(params=[False, True], ids=["", "version_2"])
+def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the parallel stages; see docs/kernels-log.md."""
     monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
+    monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
+    monkeypatch.setattr(configs, "SLAB", 3)
 
 
 @pytest.fixture
@@ -44,12 +46,12 @@ def transposed_state(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return inputs | {"initial_state": inputs["initial_state"].transpose(-1, -2).contiguous()}
 
 
-def test_gradients_of_the_bounded_gate(prepare_stage: None) -> None:
+def test_gradients_of_the_bounded_gate(versions: None) -> None:
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **BOUNDED), reference(inputs, **BOUNDED), 1e-4)
 
 
-def test_gradients_with_two_value_heads_a_key_head_and_two_rows(prepare_stage: None) -> None:
+def test_gradients_with_two_value_heads_a_key_head_and_two_rows(versions: None) -> None:
     inputs = transposed_state(raw_inputs(2, 17, 1, 2, 32, 64))
     options = BOUNDED | {"state_v_first": True, "scale": 0.3}
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **options), reference(inputs, **options), 1e-4)
@@ -62,7 +64,7 @@ def test_gradients_of_the_softplus_gate() -> None:
     assert_close(got, reference(inputs, **IN_KERNEL), 1e-4)
 
 
-def test_gradients_of_values_taken_as_they_are(prepare_stage: None) -> None:
+def test_gradients_of_values_taken_as_they_are(versions: None) -> None:
     """No gate, no norm, no sigmoid in the kernel; a write strength of 0 still has a gradient."""
     inputs = raw_inputs(1, 40, 1, 1, 32, 16)
     del inputs["A_log"], inputs["dt_bias"]
@@ -97,7 +99,7 @@ def test_t04_composition_of_many_segments_keeps_float32(segments: None) -> None:
     assert relative_error(o, truth) < 4e-6 and relative_error(final, state) < 4e-6
 
 
-def test_t01_later_tokens_do_not_move_earlier_ones(prepare_stage: None) -> None:
+def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
     first = {n: x.float() for n, x in raw_inputs(1, 130, 1, 1, 32, 16).items()}
     second = {n: x.clone() for n, x in first.items()}
     for name in ("q", "k", "v", "g", "beta"):
@@ -112,7 +114,7 @@ def test_t01_later_tokens_do_not_move_earlier_ones(prepare_stage: None) -> None:
 
 
 @pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_with_slow_decay(doubled: bool, prepare_stage: None) -> None:
+def test_t02_one_key_repeated_with_slow_decay(doubled: bool, versions: None) -> None:
     inputs = raw_inputs(1, 192, 1, 1, 32, 16)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
@@ -126,7 +128,7 @@ def test_t02_one_key_repeated_with_slow_decay(doubled: bool, prepare_stage: None
 
 
 @pytest.mark.parametrize("logit", [-40.0, 40.0])
-def test_gates_at_either_end(logit: float, prepare_stage: None) -> None:
+def test_gates_at_either_end(logit: float, versions: None) -> None:
     """Decays of e^-5 in every channel use the whole range of the shifted factors; decays of 1 the other end of it."""
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     inputs["g"][:] = logit
@@ -162,7 +164,7 @@ def test_strided_inputs_are_read_in_place_and_nothing_beside_them() -> None:
     assert all(launch.flat(view).data_ptr() == view.data_ptr() for view in views.values())
 
 
-def test_every_element_of_the_buffers_is_written(poisoned_memory: None, prepare_stage: None) -> None:
+def test_every_element_of_the_buffers_is_written(poisoned_memory: None, versions: None) -> None:
     inputs = raw_inputs(1, 70, 1, 1, 32, 16, sequences=2)
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 67, 70])}
     got = outputs_and_gradients(chunk_kda, inputs, torch.float32, **options)

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
+from perilune.ops.kda.triton.backward_fast import gradients_kernel, pairs_kernel, products_kernel
 from perilune.ops.kda.triton.launch import Prepared, Setting, flat, forward, planned, state_strides
-from perilune.ops.kda.triton.plan import Plan
+from perilune.ops.kda.triton.plan import CHUNK, Plan
 from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel
 
@@ -79,14 +80,7 @@ def backward(
         else None
     )
     if p.chunk_count:
-        backward_kernel[(p.chunk_count * heads,)](
-            q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
-            s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale,
-            *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), *do.stride()[:2],
-            heads, heads // qk_heads,
-            K=key_dim, V=value_dim, L2=s.l2_norm, GATE=s.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None,
-            SIGMOID=s.beta_sigmoid, BOUNDED=s.bounded, BLOCK_K=min(32, key_dim // 2), **configs.BACKWARD,
-        )  # fmt: skip
+        _parallel(q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p, s, dq, dk, dz, dbeta, dA, bias)
     if heads != qk_heads:
         dq, dk = (x.unflatten(1, (qk_heads, -1)).sum(2).to(q.dtype) for x in (dq, dk))
     return (
@@ -138,3 +132,44 @@ def _scan(
     )  # fmt: skip
     scan(bv, leave, True, d_state, SPLIT=True, FIRST=wants_state, SUMMARY=False)
     return E, d_state, dS
+
+
+def _parallel(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, U: Tensor,
+    S: Tensor, E: Tensor, dS: Tensor, p: Plan, s: Setting, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
+    dA: Tensor | None, bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dz, dbeta, dA and bias."""
+    heads, key_dim, value_dim = g.shape[1], g.shape[2], do.shape[2]
+    programs = p.chunk_count * heads
+    flags = {"L2": s.l2_norm, "GATE": s.gate, "HAS_A": A_log is not None, "HAS_BIAS": dt_bias is not None}
+    gate, numbers = (q, k, g, A_log, dt_bias), (s.scale, s.lower_bound, -0.5 * s.lower_bound)
+    strides, group = (*q.stride()[:2], *k.stride()[:2], *g.stride()[:2]), heads // q.shape[1]
+    if not (s.bounded and configs.THREE_STEP_BACKWARD):
+        backward_kernel[(programs,)](
+            q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
+            *numbers, s.beta_scale, *strides, *beta.stride(), *do.stride()[:2], heads, group,
+            K=key_dim, V=value_dim, **flags, SIGMOID=s.beta_sigmoid, BOUNDED=s.bounded, BLOCK_K=min(32, key_dim // 2),
+            **configs.BACKWARD,
+        )  # fmt: skip
+        return
+    slab = min(programs, configs.SLAB)
+    pairs = torch.empty(slab, 2, CHUNK, CHUNK, dtype=U.dtype, device=U.device)
+    pieces = torch.empty(slab, 7, CHUNK, key_dim, dtype=U.dtype, device=U.device)
+    through = torch.empty(programs, key_dim, dtype=torch.float32, device=U.device)
+    diagonal = torch.empty(programs, CHUNK, dtype=torch.float32, device=U.device)
+    for base in range(0, programs, slab):
+        grid = (min(slab, programs - base),)
+        pairs_kernel[grid](
+            beta, do, U, E, p.chunks, pairs, diagonal, dbeta,
+            base, numbers[2], s.beta_scale, *beta.stride(), *do.stride()[:2], heads,
+            V=value_dim, SIGMOID=s.beta_sigmoid, **configs.PAIRS,
+        )  # fmt: skip
+        products_kernel[grid](
+            *gate, do, U, S, E, dS, p.chunks, pairs, pieces, through,
+            base, *numbers, *strides, *do.stride()[:2], heads, group, K=key_dim, V=value_dim, **flags, **configs.PRODUCTS,
+        )  # fmt: skip
+        gradients_kernel[grid](
+            *gate, p.chunks, pieces, through, diagonal, dq, dk, dz, dA, bias,
+            base, *numbers, *strides, heads, group, K=key_dim, **flags, **configs.GRADIENTS,
+        )  # fmt: skip

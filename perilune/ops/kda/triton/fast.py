@@ -78,3 +78,12 @@ def tile_sums(x_FRD, D: tl.constexpr):
     first = tl.sum(tl.where(second, 0.0, group), axis=0)
     last = tl.sum(tl.where(second, group, 0.0), axis=0)
     return tl.cumsum(x_FRD, axis=1) + before[:, None, :], first, last
+
+
+@triton.jit
+def running_after(x_FRD, D: tl.constexpr):
+    """Of `[16, 4, D]`: the sum of each row and those after it, over the whole chunk."""
+    group = tl.sum(x_FRD, axis=1)
+    total = tl.sum(group, axis=0)
+    before = tl.cumsum(group, axis=0) - group  # a reversed scan would turn every warp around first
+    return (total[None, :] - before)[:, None, :] - (tl.cumsum(x_FRD, axis=1) - x_FRD)
