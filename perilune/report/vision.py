@@ -6,18 +6,23 @@ import base64
 from pathlib import Path
 from typing import Any
 
+from perilune.explain.chart import LineChart, Series
 from perilune.report.collect import Run, dig
 from perilune.report.html import Card, Meter, Picture, Section, Table
+from perilune.rundir import RunDir
 
 _PARTS = {"held_out": "new pictures", "unseen": "pairs never shown"}
 _MAX_BYTES = 200_000
 
 
 def pictures(run: Run) -> Section | None:
-    """The section about pictures; None if the run was not asked about any."""
+    """The section about pictures; None if the run was neither scored on pictures nor asked about any."""
+    curve = answers(run)
+    charts = [] if curve is None else [curve]
     vision = run.summary.get("vision")
     if not isinstance(vision, dict):
-        return None
+        text = "The model was trained on text and on pictures together from the first step."
+        return Section(anchor="pictures", title="What it sees", text=text, charts=charts) if charts else None
     rows = [
         [f"{words}: {exam.get('question', about)}", *(_share(exam.get(key)) for key in _COLUMNS), _chance(exam)]
         for part, words in _PARTS.items()
@@ -37,7 +42,28 @@ def pictures(run: Run) -> Section | None:
         points=["The answer below each picture is the model's own, its most likely text; the first pictures of each part, none left out.",
                 "With another picture: the same questions, but the model sees the picture of another question.",
                 f"In brackets: Wilson's 95 % interval over {count} pictures."],
-        pictures=shown, tables=[Table(rows=rows, head=head)] if rows else [], notes=notes,
+        pictures=shown, charts=charts, tables=[Table(rows=rows, head=head)] if rows else [], notes=notes,
+    )  # fmt: skip
+
+
+def answers(run: Run) -> LineChart | None:
+    """What the answers about held-out pictures cost over training."""
+    records = [
+        record
+        for record in RunDir(run.path).read_metrics("eval_pictures")
+        if all(isinstance(record.get(key), (int, float)) for key in ("step", "nats_per_token"))
+    ]
+    if not records:
+        return None
+    curve = Series(
+        name="answers",
+        x=[record["step"] for record in records],
+        y=[record["nats_per_token"] for record in records],
+        color=0,
+    )
+    return LineChart(
+        title="Answers about pictures that were never trained on", x_label="step", y_label="nats per token", series=[curve],
+        caption="Colours are learnt first; the later fall is that of shapes.",
     )  # fmt: skip
 
 

@@ -93,3 +93,14 @@ def test_a_damaged_exam_does_not_cost_the_page(run_folder, vision):
     summary = json.loads((run_folder / "summary.json").read_text())
     (run_folder / "summary.json").write_text(json.dumps(summary | {"vision": vision}))
     assert "What it learnt" in build([run_folder]).read_text()
+
+
+def test_a_run_that_was_only_scored_on_pictures_shows_the_curve(run_folder):
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        for step, nats in ((100, 0.5), (200, 0.25)):
+            file.write(json.dumps({"kind": "eval_pictures", "step": step, "nats_per_token": nats}) + "\n")
+        file.write(json.dumps({"kind": "eval_pictures", "step": 220}) + "\n")
+    page = build([run_folder]).read_text()
+    assert 'id="pictures"' in page and "Answers about pictures" in page and "named right" not in page
+    figures = json.loads(page.split('id="figures">')[1].split("</script>")[0])
+    assert list(figures["figure-pictures-0"]["data"][0]["y"]) == [0.5, 0.25]
