@@ -315,9 +315,10 @@ class Sandbox:
         store = self.owner.home.store
         processes = machine.freeze() if not self._frozen else 0
         try:
-            with store.writing() as batch:
+            # Closing what is left of it lets the guest's agent go on after a failure here.
+            with store.writing() as batch, contextlib.closing(machine.capture()) as captured:
                 entries, size = [], 0
-                for entry, chunks in machine.capture():
+                for entry, chunks in captured:
                     self._look_for_secrets(entry, chunks)
                     if entry["type"] == "file":
                         entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]

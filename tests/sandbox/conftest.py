@@ -28,9 +28,22 @@ def driver(request, probes) -> str:
     return probe.driver
 
 
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("templates")
+
+
 @pytest.fixture
-def sandboxes(driver, tmp_path: Path) -> Iterator[Sandboxes]:
-    with Sandboxes(tmp_path / "home", sync="none") as made:
+def home(tmp_path: Path, templates: Path) -> Path:
+    """A folder for sandboxes; the templates in it are built once for all tests."""
+    (tmp_path / "home/proc").mkdir(parents=True)
+    (tmp_path / "home/proc/templates").symlink_to(templates)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def sandboxes(driver, home: Path) -> Iterator[Sandboxes]:
+    with Sandboxes(home, sync="none") as made:
         yield made
 
 

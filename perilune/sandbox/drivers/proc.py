@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,23 +170,26 @@ class ProcMachine:
             raise
         self.guarantees = _guarantees(group, spec, bool(ready.get("seccomp")))
 
-    def _answer(self) -> tuple[dict[str, Any], list[int]]:
+    def _message(self) -> tuple[dict[str, Any], list[int]]:
         try:
             message = wire.receive(self.control)
         except (OSError, wire.Malformed) as error:
             raise GuestLost(f"sandbox {self.sandbox}: its agent does not answer: {error}") from error
         if message is None:
             raise GuestLost(f"sandbox {self.sandbox}: the guest has ended")
-        if "error" in message[0]:
-            text = str(message[0]["error"])
-            if message[0].get("kind") == "ValueError":
-                raise StoreDamaged(f"sandbox {self.sandbox} cannot be restored: {text}")
-            if message[0].get("errno") == errno.ENOSPC:
-                raise SandboxError(
-                    f"sandbox {self.sandbox}: its files do not fit into {self.spec.limits.disk_bytes} bytes (disk_bytes)"
-                )
-            raise DriverUnavailable(f"proc: {text}")
         return message
+
+    def _answer(self) -> tuple[dict[str, Any], list[int]]:
+        """The next message of a guest that is being made."""
+        message, fds = self._message()
+        if "error" not in message:
+            return message, fds
+        text, disk = str(message["error"]), self.spec.limits.disk_bytes
+        if message.get("kind") == "ValueError":
+            raise StoreDamaged(f"sandbox {self.sandbox} cannot be restored: {text}")
+        if message.get("errno") == errno.ENOSPC:
+            raise SandboxError(f"sandbox {self.sandbox}: its files do not fit into disk_bytes={disk}")
+        raise DriverUnavailable(f"proc: {text}")
 
     def _call(self, operation: str, fds: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
@@ -194,7 +197,10 @@ class ProcMachine:
                 wire.send(self.control, {"op": operation}, fds)
             except OSError as error:
                 raise GuestLost(f"sandbox {self.sandbox}: the guest has ended") from error
-            return self._answer()[0]
+            answer = self._message()[0]
+            if "error" in answer:
+                raise SandboxError(f"sandbox {self.sandbox}: {answer['error']}")
+            return answer
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, terminal: bool = False) -> ProcProcess:
         """Start a program; with `terminal` its streams are one pseudo-terminal."""
@@ -274,7 +280,7 @@ class ProcMachine:
         """Let them go on."""
         self._call("thaw")
 
-    def capture(self) -> Iterator[tuple[dict[str, Any], list[bytes | None]]]:
+    def capture(self) -> Generator[tuple[dict[str, Any], list[bytes | None]], None, None]:
         """All changed files, cut at one instant: the guest is stopped until the last one is read."""
         mine, its = socket.socketpair()
         mine.settimeout(CALL_SECONDS)
@@ -287,21 +293,23 @@ class ProcMachine:
                     raise GuestLost(f"sandbox {self.sandbox}: the guest ended while it was saved")
                 return data
 
-            complete = False
+            failure: Exception | None = None
             try:
                 wire.send(self.control, {"op": "capture"}, [its.fileno()])
                 its.close()
                 yield from layer.read_stream(read, self.spec.limits.disk_bytes * 2)
-                complete = True
-            except (OSError, ValueError) as error:
-                raise GuestLost(f"sandbox {self.sandbox}: its changed files could not be read: {error}") from error
+            except (OSError, ValueError, GuestLost) as error:
+                failure = error
             finally:
                 # A reader that stops early breaks the agent's pipe; its answer is taken all the same.
                 its.close()
                 file.close()
                 mine.close()
-                with contextlib.nullcontext() if complete else contextlib.suppress(SandboxError):
-                    self._answer()
+                answer = self._message()[0]
+            if "error" in answer:
+                raise SandboxError(f"sandbox {self.sandbox} cannot be saved: {answer['error']}")
+            if failure is not None:
+                raise GuestLost(f"sandbox {self.sandbox}: its changed files could not be read: {failure}") from failure
 
     def out_of_memory_kills(self) -> int:
         """How many processes the memory limit has ended so far."""
@@ -401,6 +409,13 @@ def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ..
         Guarantee("process limit", pids[0], f"{limits.processes}: {pids[1]}"),
         Guarantee("processor limit", cpu[0], f"{limits.cpus:g}: {cpu[1]}"),
         Guarantee("disk limit", True, f"{limits.disk_bytes} bytes: size of the tmpfs that holds changed files"),
+        Guarantee(
+            "changes to /usr",
+            root,
+            "the guest may change its view of programs that belong to root"
+            if root
+            else "files that belong to the host's root are read-only for guests of other users; /work, /root, /etc, /tmp and /opt are not",
+        ),
         Guarantee("no orphans", True, "the kernel ends all processes with their owner"),
         Guarantee("memory snapshot", False, "snapshots hold files; processes are not saved"),
     )  # fmt: skip

@@ -8,6 +8,7 @@ Sockets are not captured: nothing listens on them after a restore.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any
 
 CHUNK = 65536
 """Bytes of a file that are stored, named by hash and shared as one piece."""
+DEEPEST, LONGEST_PATH = 200, 3500
+"""Folders within folders and characters of a path that a layer can hold."""
 ZEROS = bytes(CHUNK)
 _LENGTH = struct.Struct("!I")
 _HOLE = 0xFFFFFFFF
@@ -47,7 +50,9 @@ def walk(fd: int, tree: str) -> Iterator[tuple[dict[str, Any], int]]:
     """
     seen: dict[int, str] = {}
 
-    def folder(fd: int, prefix: str) -> Iterator[tuple[dict[str, Any], int]]:
+    def folder(fd: int, prefix: str, depth: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+        if depth > DEEPEST or len(prefix) > LONGEST_PATH:
+            raise OSError(errno.ENAMETOOLONG, f"folders deeper than {DEEPEST} or longer than {LONGEST_PATH}: /{prefix[:80]}…")
         with os.scandir(fd) as entries:
             names = sorted(entry.name for entry in entries)
         for name in names:
@@ -59,7 +64,7 @@ def walk(fd: int, tree: str) -> Iterator[tuple[dict[str, Any], int]]:
                 try:
                     entry |= {"type": "folder", **_xattrs(child)}
                     yield entry, -1
-                    yield from folder(child, path)
+                    yield from folder(child, path, depth + 1)
                 finally:
                     os.close(child)
             elif stat.S_ISREG(info.st_mode):
