@@ -29,6 +29,7 @@ VERSIONS: dict[str, dict[str, Any]] = {  # settings of ops/kda/triton/configs.py
     "version 2": TWO,
     "version 2, more registers": TWO | {"PREPARE_FAST": {"num_warps": 8}, "GRADIENTS": {"num_warps": 8}},
     "version 2, 16 warps": TWO | {"PREPARE_FAST": {"num_warps": 16}, "PRODUCTS": {"num_warps": 16}},
+    "version 2, wide summaries": TWO | {"SUMMARY": {"num_warps": 8, "num_stages": 3}, "SUMMARY_BLOCK": 128},
     "version 2, larger slabs": TWO | {"SLAB": 4096},
     "version 2, smaller slabs": TWO | {"SLAB": 264},
 }

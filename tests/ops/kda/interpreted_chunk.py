@@ -84,6 +84,7 @@ def test_gradients_of_packed_sequences_with_empty_ones() -> None:
 
 def test_gradients_do_not_depend_on_segments(segments: None) -> None:
     inputs = transposed_state(raw_inputs(1, 330, 1, 1, 32, 16, sequences=2))
+    inputs["g"] -= 9.0  # half-lives of hundreds of tokens, or nothing would pass from one segment to the next
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 250, 330]), "state_v_first": True}
     args = check(**inputs, **options)
     assert launch.planned(launch.Setting.of(args, False), 1, 16, torch.device("cpu"))[0].unit_count == 6
@@ -162,6 +163,14 @@ def test_strided_inputs_are_read_in_place_and_nothing_beside_them() -> None:
     o, _ = chunk_kda(**{n: views.get(n, x.float()) for n, x in inputs.items()}, **BOUNDED)
     assert torch.equal(o, truth)
     assert all(launch.flat(view).data_ptr() == view.data_ptr() for view in views.values())
+
+
+def test_one_decay_a_head_spread_over_the_channels() -> None:
+    """Gated DeltaNet's call: no stride between the channels of g."""
+    inputs = {n: x.float() for n, x in raw_inputs(1, 40, 1, 1, 32, 16).items()}
+    spread = inputs["g"][..., :1].expand_as(inputs["g"])
+    o, _ = chunk_kda(**inputs | {"g": spread}, **BOUNDED)
+    assert torch.equal(o, chunk_kda(**inputs | {"g": spread.contiguous()}, **BOUNDED)[0])
 
 
 def test_every_element_of_the_buffers_is_written(poisoned_memory: None, versions: None) -> None:

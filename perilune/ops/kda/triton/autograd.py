@@ -124,7 +124,7 @@ def _scan(
     N, leave = (
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=do.device) for _ in "NL"
     )
-    scan(min(bv, 64), d_final, s.state_v_first, N, SPLIT=False, FIRST=False, SUMMARY=True)
+    scan(min(bv, configs.SUMMARY_BLOCK), d_final, s.state_v_first, N, SPLIT=False, FIRST=False, SUMMARY=True)
     width = min(32, value_dim)
     fold_kernel[(heads * (value_dim // width), len(p.sequences))](
         M, N, d_final, p.sequences, leave, *(none if d_final is None else state_strides(d_final, s.state_v_first)), heads,

@@ -31,6 +31,9 @@ SLAB = (
     1024  # programs of the three steps between whose launches the pieces (112 kB a program at K = 128) are handed over
 )
 SUMMARY = launch(4, 2)
+SUMMARY_BLOCK = (
+    64  # columns of a program; 128 with 8 warps and 3 stages reads half as much and waits for its measurement
+)
 FOLD = launch(4)
 
 

@@ -127,7 +127,7 @@ class Entry:
     M: Tensor | None
 
 
-def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, bv: int) -> Entry:
+def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting) -> Entry:
     """Find the states at the cuts between segments; without cuts, the caller's entry states."""
     strides = (0, 0, 0, 0) if state is None else state_strides(state, s.state_v_first)
     if not p.split:
@@ -138,7 +138,7 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, bv:
     N, entry = (
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE"
     )
-    width = min(64, bv)
+    width = min(configs.SUMMARY_BLOCK, value_dim, key_dim)
     summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
         v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
         K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
@@ -160,7 +160,7 @@ def forward(
     key_dim = q.shape[-1]
     p, bv = planned(s, heads, value_dim, v.device)
     x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
-    entry = enter(v, x, state, p, s, bv)
+    entry = enter(v, x, state, p, s)
     o = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     final = None
     if s.final:
