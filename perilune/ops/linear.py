@@ -48,10 +48,15 @@ def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def linears(x: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-    """Map `[..., I]` by each weight `[O_i, I]`: the projections that read one x, at most 8; see `linear`."""
+    """Map `[..., I]` by each weight `[O_i, I]`: the projections that read one x; see `linear`.
+
+    The results may be slices of one tensor.
+    """
+    first, *others = weights_OI
     few = len(weights_OI) <= MAX_WEIGHTS and x.numel() <= FEW_ROWS * x.shape[-1]
-    if few and all(select(x, weight).implementation == "native" for weight in weights_OI):
-        return _many_weights(x, weights_OI)
+    if few and select(x, first).implementation == "native":
+        if all(weight.dtype is torch.float32 and weight.is_contiguous() for weight in others):
+            return _many_weights(x, weights_OI)
     return tuple(linear(x, weight) for weight in weights_OI)
 
 
@@ -66,15 +71,15 @@ def _one_weight(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _many_weights(x: Tensor, weights_OI: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     x = x.contiguous()
-    width, lead, count = x.shape[-1], x.shape[:-1], len(weights_OI)
+    width, count = x.shape[-1], len(weights_OI)
     sizes = [weight.shape[0] for weight in weights_OI]
-    out = tuple([x.new_empty((*lead, size)) for size in sizes])
+    total = sum(sizes)
+    y = x.new_empty((*x.shape[:-1], total))
     _many()(
-        x.data_ptr(), pack(f"{count}Q", *[weight.data_ptr() for weight in weights_OI]),
-        pack(f"{count}Q", *[y.data_ptr() for y in out]), pack(f"{count}q", *sizes), count, x.numel() // width, width,
-        rows.threads_for(2 * sum(sizes) * width),
+        x.data_ptr(), pack(f"{count}Q", *[weight.data_ptr() for weight in weights_OI]), y.data_ptr(),
+        pack(f"{count}q", *sizes), count, x.numel() // width, width, rows.threads_for(2 * total * width),
     )  # fmt: skip
-    return out
+    return torch.split_with_sizes(y, sizes, -1)
 
 
 @lru_cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perilune.ops.choice import force
-from perilune.ops.linear import FEW_ROWS, linear, select
+from perilune.ops.linear import FEW_ROWS, MAX_WEIGHTS, linear, linears, select
 
 
 def operands(tokens, out, width, dtype=torch.float32):
@@ -31,6 +31,19 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads():
         together = linear(x, w)
         alone = torch.cat([linear(x[i : i + 1], w) for i in range(FEW_ROWS)])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("sizes", [(7,), (64, 4, 1, 33), tuple(range(1, MAX_WEIGHTS + 3))])
+def test_several_weights_of_one_x_give_what_each_gives(tokens, sizes):
+    x = operands(tokens, 1, 50)[0]
+    weights = [operands(1, out, 50)[1] for out in sizes]
+    with torch.no_grad():
+        together = linears(x, *weights)
+        for y, w in zip(together, weights, strict=True):
+            assert torch.equal(y, linear(x, w))
+        half = linears(x, weights[0], weights[0].double())  # a weight that the kernel cannot read
+        torch.testing.assert_close(half[0], half[1])
 
 
 def test_gradients_take_torch_and_agree():

@@ -15,7 +15,6 @@ from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 
 MAX_TOKENS = 8  # beyond this a matrix product by BLAS is faster
-_FIRST_EXPERT, _WHOLE_WEIGHT = torch.zeros(MAX_TOKENS, 1, dtype=torch.int64), torch.ones(MAX_TOKENS, 1)
 
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
@@ -111,10 +110,7 @@ def mlp_decode(
     Returns:
         `[N, D]` in the tokens' dtype, or None where `select` finds no C kernel for these operands.
     """
-    tokens = x_ND.shape[0]
-    if tokens > MAX_TOKENS or select(x_ND, gate_FD).implementation != "native":
+    if x_ND.shape[0] > MAX_TOKENS or select(x_ND, gate_FD).implementation != "native":
         return None
     caps = (float(beta), linear_beta) if activation == "situ" else None
-    return native.experts_decode(
-        x_ND, _FIRST_EXPERT[:tokens], _WHOLE_WEIGHT[:tokens], gate_FD[None], up_FD[None], down_DF[None], caps
-    )
+    return native.mlp_decode(x_ND, gate_FD, up_FD, down_DF, caps)

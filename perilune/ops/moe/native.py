@@ -198,6 +198,26 @@ def experts_decode(
     return out_NL
 
 
+# A gated MLP is the first expert of one, with the weight 1, for each of up to 8 tokens.
+_FIRST, _WHOLE = torch.zeros(8, dtype=torch.int64), torch.ones(8)
+
+
+def mlp_decode(
+    x_ND: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, caps: tuple[float, float | None] | None
+) -> Tensor:
+    """Return out_ND for a few tokens; see `decode.mlp_decode`."""
+    x_ND = x_ND.contiguous()
+    gate_FD, up_FD, down_DF = _weights(gate_FD, up_FD, down_DF)
+    assert x_ND.shape[0] <= len(_FIRST), f"{x_ND.shape[0]} tokens are not a few"
+    out_ND = torch.empty_like(x_ND)
+    _checked(library().experts_decode(
+        x_ND.data_ptr(), _FIRST.data_ptr(), _WHOLE.data_ptr(), gate_FD.data_ptr(), up_FD.data_ptr(), down_DF.data_ptr(),
+        x_ND.shape[0], 1, gate_FD.shape[1], gate_FD.shape[0], *_caps(caps), _half(x_ND), _half(gate_FD), out_ND.data_ptr(),
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return out_ND
+
+
 def moe_decode(
     logits_NE: Tensor,
     bias_E: Tensor,
