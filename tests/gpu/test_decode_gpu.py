@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import force
+from perilune.ops.kda import triton_forms
 from perilune.ops.kda.decode import kda_decode_step, select
 from perilune.ops.kda.verify import Projections, kda_verify_step
 
@@ -14,6 +15,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the kernels."""
+    monkeypatch.setattr(triton_forms, "SLICES", request.param)
+
 
 GUARD = 256
 HALVES = ("qkv_BX", "window_BXW1", "decay_logit_BHK", "beta_logit_BH", "gate_BHV")

@@ -25,9 +25,13 @@ from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import power_of_two
 
+# The backward kernel of `triton_overlap` instead of the one here: equal in the interpreter, not yet run on a GPU. The tests
+# and tests/gpu take both; the slower one goes when they have been timed.
+OVERLAP = False
+
 
 @triton.jit
-def _add_pairs(a, b, c, d):
+def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
@@ -41,7 +45,7 @@ def pick(choices, i):
 
 
 @triton.jit
-def _load(sources, strides, i, row, at, inside, ALIGNED: tl.constexpr):
+def load_source(sources, strides, i, row, at, inside, ALIGNED: tl.constexpr):
     start = pick(sources, i) + row * pick(strides, i)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
@@ -50,7 +54,7 @@ def _load(sources, strides, i, row, at, inside, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _score(v, c, eps, D: tl.constexpr):
-    product, square = tl.reduce((v * c, v * v), 0, _add_pairs)
+    product, square = tl.reduce((v * c, v * v), 0, add_pairs)
     rstd = 1.0 / tl.sqrt(square / D + eps)
     return product * rstd, rstd
 
@@ -87,7 +91,7 @@ def _forward_kernel(
         top = higher
     if N > 0:
         for i in tl.range(0, N, num_stages=STAGES):
-            v = _load(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            v = load_source(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             score, rstd = _score(v, c, eps, D)
             if statistics is not None:
                 tl.store(statistics + i, score)
@@ -129,7 +133,7 @@ def _backward_kernel(
         if norm_weight is not None:
             mix = tl.load(mixed + row * D + at, inside, 0.0).to(tl.float32)
             scaled = dmix * tl.load(norm_weight + at, inside, 0.0)
-            square, along = tl.reduce((mix * mix, mix * scaled), 0, _add_pairs)
+            square, along = tl.reduce((mix * mix, mix * scaled), 0, add_pairs)
             rstd = 1.0 / tl.sqrt(square / D + norm_eps)
             dw += dmix * mix * rstd
             dmix = rstd * (scaled - mix * (rstd * rstd * along / D))
@@ -138,12 +142,12 @@ def _backward_kernel(
         weight = tl.exp(score - tl.load(statistics + row * (2 * M + 1) + 2 * M))
         pull = tl.zeros([BM], tl.float32)
         for i in tl.range(0, M, num_stages=STAGES):
-            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            v = load_source(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             pull = tl.where(every == i, tl.sum(dmix * v, 0), pull)
         factor = weight * (pull - tl.sum(weight * pull, 0)) * rstd
         decay = tl.where(known, factor * score * rstd / D, 0.0)
         for i in tl.range(0, M, num_stages=STAGES):
-            v = _load(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
+            v = load_source(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             here = every == i
             f = tl.sum(tl.where(here, factor, 0.0), 0)
             dc += f * v
@@ -236,7 +240,7 @@ def forward(
 
 def backward(
     sources: Sequence[Tensor], dout: Tensor, dtotal: Tensor | None, mixed: Tensor | None, statistics: Tensor,
-    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 2,
+    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 1,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Launch the backward kernel. Returns the gradients of the score weight, the norm weight and the sources."""
     first = sources[0]
@@ -249,7 +253,10 @@ def backward(
     if rows:
         dout_rows, dout_stride = as_rows(dout)
         dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else as_rows(dtotal)
-        _backward_kernel[(programs,)](
+        kernel = _backward_kernel
+        if OVERLAP:
+            from perilune.ops.attnres.triton_overlap import overlapped_kernel as kernel
+        kernel[(programs,)](
             views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
             parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
             norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),

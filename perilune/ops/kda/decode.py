@@ -131,9 +131,9 @@ def kda_decode_step(
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     implementation = select(qkv_BX.device, qkv_BX.dtype).implementation
     if implementation == "triton" and readable(*tensors, norm_weight_V, state_BHVK):
-        from perilune.ops.kda.triton_decode import decode_step
+        from perilune.ops.kda import triton_forms
 
-        return decode_step(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
+        return triton_forms.decode_step()(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
     if index_B is not None:
         return _pooled(index_B, tensors, norm_weight_V, state_BHVK, numbers)
     if implementation == "native":

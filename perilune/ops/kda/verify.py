@@ -115,9 +115,11 @@ def kda_verify_step(
     if select(new.qkv_BTX.device, new.qkv_BTX.dtype).implementation == "triton" and _readable(
         new, gate_BTHV, pending, weights, window_BXW1, state_BHVK
     ):
-        from perilune.ops.kda.triton_verify import verify_step
+        from perilune.ops.kda import triton_forms
 
-        return verify_step(new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers)
+        return triton_forms.verify_step()(
+            new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers
+        )
     return _by_steps(new, gate_BTHV, pending, accepted_B, weights, window_BXW1, state_BHVK, index_B, numbers)
 
 

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
+from perilune.ops.kda import triton_forms
 from perilune.ops.kda.decode import kda_decode_step
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the kernels."""
+    monkeypatch.setattr(triton_forms, "SLICES", request.param)
+
 
 SHAPES = [  # B, H, K, V, W
     (1, 4, 64, 64, 4),
@@ -70,8 +78,7 @@ def copied(args: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[
     return {name: x.to(dtype, copy=True) for name, x in args.items()}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("shape", "lower_bound"), list(zip(SHAPES, [-5.0, None] * 3, strict=True)))
 def test_equals_float64_and_stays_within_its_buffers(shape: tuple[int, ...], lower_bound: float | None) -> None:
     torch.manual_seed(0)
     args, buffers = arguments(shape)
@@ -174,7 +181,7 @@ def test_nan_stays_in_its_row_and_head() -> None:
     assert torch.equal(bad, good)
 
 
-@pytest.mark.parametrize("logit", [-200.0, 200.0, -1e30, 1e30])
+@pytest.mark.parametrize("logit", [-1e30, 200.0])
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 def test_saturated_gates_are_finite(logit: float, lower_bound: float | None) -> None:
     shape = (1, 1, 16, 16, 4)

@@ -7,7 +7,14 @@ import torch
 from test_kda_verify import by_plain_decoding, make_case, relative_error, run
 
 from perilune.ops.choice import force
+from perilune.ops.kda import triton_forms
 from perilune.ops.kda.verify import select
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the kernels."""
+    monkeypatch.setattr(triton_forms, "SLICES", request.param)
 
 
 def test_select_takes_the_kernel() -> None:
@@ -15,19 +22,17 @@ def test_select_takes_the_kernel() -> None:
         assert select("cpu", torch.float32).implementation == "triton"
 
 
-@pytest.mark.parametrize("accepted", range(9))
-def test_every_count_equals_plain_decoding(accepted: int) -> None:
-    """Eight drafts pending; another row has another count, so rows do not march in step."""
-    case = make_case(batch=2, heads=1, key_dim=16, value_dim=16, taps=4, pending=8, length=2)
-    counts = torch.tensor([accepted, 8 - accepted], dtype=torch.int32)
+def test_every_count_equals_plain_decoding() -> None:
+    """Eight drafts pending; nine rows accept 0 to 8 of them in one call."""
+    case = make_case(batch=9, heads=1, key_dim=16, value_dim=32, taps=4, pending=8, length=2)
+    counts = torch.arange(9, dtype=torch.int32)
     with force("triton"):
         got = run(case, counts)
     for x, truth, tolerance in zip(got, by_plain_decoding(case, counts), (3e-6, 1e-6, 0.0), strict=True):
         assert relative_error(x, truth) <= tolerance
 
 
-@pytest.mark.parametrize("taps", [1, 2, 3, 6])
-@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("taps", "lower_bound"), [(1, -5.0), (2, None), (3, -5.0), (6, None)])
 def test_other_shapes(taps: int, lower_bound: float | None) -> None:
     """A convolution that reaches through the new window and the pending one into the stored one; K and V no power of two."""
     case = make_case(

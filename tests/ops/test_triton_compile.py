@@ -1,0 +1,138 @@
+"""Each Triton kernel compiles for sm_90 at K3's sizes, in the settings that its launch function chooses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from compiled_for_hopper import compiled
+
+from perilune.ops.attnres import triton_mix, triton_overlap, triton_two_phase
+from perilune.ops.kda import triton_decode, triton_slices, triton_verify, triton_verify_slices
+from perilune.ops.kda.verify import Projections
+from perilune.ops.triton import norm, short_conv, situ_glu
+
+HEADS, SIZE, WIDTH = 16, 128, 7168
+NUMBERS = (HEADS, SIZE, -5.0, SIZE**-0.5, 1e-5)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def full(*shape: int) -> Tensor:
+    return torch.empty(*shape)
+
+
+def decode(step: Callable, batch: int, index: Tensor | None = None) -> None:
+    channels = 3 * HEADS * SIZE
+    step(
+        half(batch, channels), full(channels, 4), half(batch, channels, 3), half(batch, HEADS, SIZE), full(HEADS),
+        full(HEADS * SIZE), half(batch, HEADS), half(batch, HEADS, SIZE), full(SIZE), full(batch, HEADS, SIZE, SIZE), index,
+        *NUMBERS,
+    )  # fmt: skip
+
+
+def verify(step: Callable, pending: bool) -> None:
+    channels, batch, count = 3 * HEADS * SIZE, 2, 9
+
+    def projections() -> Projections:
+        return Projections(half(batch, count, channels), half(batch, count, HEADS, SIZE), half(batch, count, HEADS))
+
+    step(
+        projections(), half(batch, count, HEADS, SIZE), projections() if pending else None,
+        torch.zeros(batch, dtype=torch.int32) if pending else None, full(channels, 4), full(HEADS), full(HEADS * SIZE),
+        full(SIZE), half(batch, channels, 3), full(batch, HEADS, SIZE, SIZE), None, *NUMBERS,
+    )  # fmt: skip
+
+
+def depth(backward: bool) -> None:
+    sources = [half(4, WIDTH) for _ in range(9)]
+    if backward:
+        triton_mix.backward(
+            sources, half(4, WIDTH), half(4, WIDTH), half(4, WIDTH), full(4, 19), full(WIDTH), full(WIDTH), 1e-5
+        )
+    else:
+        triton_mix.forward(sources, half(4, WIDTH), full(WIDTH), 1e-5, full(WIDTH), 1e-5, training=True)
+
+
+def merged() -> None:
+    partial = (half(4, WIDTH), full(4), full(4))
+    triton_mix.forward([half(4, WIDTH)], None, full(WIDTH), 1e-5, None, 0.0, partial=partial)
+
+
+def convolution(backward: bool) -> None:
+    x, weight, window = half(2, 64, 512), full(512, 4), half(2, 512, 3)
+    if backward:
+        short_conv.backward(x, weight, window, None, x)
+    else:
+        short_conv.forward(x, weight, window, None)
+
+
+def rows(backward: bool) -> None:
+    x, weight = half(64, 128), full(128)
+    if backward:
+        norm.backward(x, x, weight, full(64), x, 1 / 128)
+        norm.backward(half(4, WIDTH), None, full(WIDTH), full(4), half(4, WIDTH), 1 / WIDTH)
+    else:
+        norm.forward(x, x, weight, 1e-5, 1 / 128, training=True)
+
+
+def units(backward: bool) -> None:
+    x = half(8, 6144)
+    gate, up = x[:, :3072], x[:, 3072:]
+    for caps in ((4.0, 25.0), (None, None)):
+        if backward:
+            situ_glu.backward(gate, up, gate, *caps)
+        else:
+            situ_glu.forward(gate, up, *caps)
+
+
+CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes that it may spill
+    "decode, a few heads": (lambda: decode(triton_decode.decode_step, 1), 0),
+    "decode, many heads": (lambda: decode(triton_decode.decode_step, 16), 64),
+    "decode, pool": (lambda: decode(triton_decode.decode_step, 16, torch.zeros(16, dtype=torch.int64)), 64),
+    "decode, slices": (lambda: decode(triton_slices.decode_step, 16), 0),
+    "verify": (lambda: verify(triton_verify.verify_step, True), 512),
+    "verify, slices": (lambda: verify(triton_verify_slices.verify_step, True), 0),
+    "verify, slices, first window": (lambda: verify(triton_verify_slices.verify_step, False), 0),
+    "read": (lambda: depth(False), 0),
+    "read, backward": (lambda: depth(True), 256),
+    "two phases": (lambda: triton_two_phase.phase_one([half(64, WIDTH)] * 8, full(24, WIDTH), 1e-5), 0),
+    "merge": (merged, 0),
+    "convolution": (lambda: convolution(False), 0),
+    "convolution, backward": (lambda: convolution(True), 64),
+    "norms": (lambda: rows(False), 0),
+    "norms, backward": (lambda: rows(True), 0),
+    "gated units": (lambda: units(False), 0),
+    "gated units, backward": (lambda: units(True), 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="Triton compiles on Linux with a C compiler"
+)
+def test_compiles(name: str) -> None:
+    call, allowed = CALLS[name]
+    results = compiled(call)
+    assert results
+    for result in results:
+        assert result.spilled <= allowed, result
+        assert result.registers * 32 * result.warps <= 65536, result
+
+
+def test_the_overlapped_backward_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mix, "OVERLAP", True)
+    (result,) = compiled(lambda: depth(True))
+    assert result.name == triton_overlap.overlapped_kernel.fn.__name__ and result.spilled <= 512
