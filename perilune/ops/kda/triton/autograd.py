@@ -31,7 +31,9 @@ class _Function(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None, s: Setting,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        o, final, x, U, S, M = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
+        A_log, dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
+        with torch.cuda.device_of(q):
+            o, final, x, U, S, M = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
         if s.keep:
             ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *x, U, S, M)
             ctx.has_state = state is not None

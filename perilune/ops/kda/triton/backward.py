@@ -16,7 +16,18 @@ import triton
 import triton.language as tl
 
 from perilune.ops.kda.triton.prepare import load_beta, load_decay, load_rows, tile_sums
-from perilune.ops.kda.triton.tiles import CHUNK, CLOSED, HALF, dot, dot_add, exp, level_factors, level_mask, sigmoid
+from perilune.ops.kda.triton.tiles import (
+    CHUNK,
+    CLOSED,
+    HALF,
+    dot,
+    dot_add,
+    exp,
+    level_factors,
+    level_mask,
+    log_decay,
+    sigmoid,
+)
 
 
 @triton.jit
@@ -127,13 +138,13 @@ def store_decay(
         if GATE == 1:
             s = sigmoid(rate * x)
             d_decay *= lower_bound * rate * s * (1.0 - s)
+            d_rate = d_decay * x
         else:
+            d_rate = d_decay * log_decay(
+                x, rate, tl.zeros([D], tl.float32), lower_bound, GATE
+            )  # dg / dA_log is g itself
             d_decay *= -rate * sigmoid(x)
         if HAS_A:
-            if GATE == 1:
-                d_rate = d_decay * x
-            else:  # d g / d A_log = g, over d g / d z = -rate sigmoid(x)
-                d_rate = d_decay * (tl.maximum(x, 0.0) + tl.log(1.0 + exp(-tl.abs(x)))) / sigmoid(x)
             d_A = tl.sum(tl.sum(d_rate, axis=1), axis=0)
         if HAS_BIAS:
             tl.store(dbias_part + channel, tl.sum(d_decay, axis=0))

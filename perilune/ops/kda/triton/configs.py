@@ -26,7 +26,7 @@ BACKWARD = launch(8)
 THREE_STEP_BACKWARD = False
 PAIRS = launch(8)
 PRODUCTS = launch(8)
-GRADIENTS = launch(16)
+GRADIENTS = launch(16, maxnreg=128)
 SLAB = (
     1024  # programs of the three steps between whose launches the pieces (112 kB a program at K = 128) are handed over
 )
