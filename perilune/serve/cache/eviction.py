@@ -12,9 +12,10 @@ caches; work saved per byte is Marconi's criterion for hybrid models.)
 
 The work that a checkpoint saves is counted from the next shallower one of its prefix. Where checkpoints stand close
 together each saves little, and once one has gone its successor saves more, so gaps grow evenly without a rule for it.
-One hit is expected where a prefix ends, since conversations grow there, and at junctions, which have been seen twice; inside
-a prefix only `INNER`. So what thins out first is the inside of a prefix, not its end. Cached tokens behind the last
-checkpoint of their prefix save nothing and go before all else.
+`END` hits are expected where a prefix ends, since conversations grow there, one at a junction, which has been seen twice, and
+`INNER` elsewhere. So what thins out first is the inside of a prefix, not its end. With the checkpoint at the end the tokens
+before it become useless, back to where something else needs them: their pages count as its bytes, too. Cached tokens behind
+the last checkpoint of their prefix save nothing and go before all else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from perilune.serve.cache.retention import JUNCTION
 from perilune.serve.cache.trie import Checkpoint, Node, PrefixTrie, ancestors
 
 ORDERS = ("work", "recency")
-INNER = 0.25  # a fork somewhere inside a conversation is rarer than its next turn
+# Hits to expect, set by replaying `perilune.bench.cache_traces`: a conversation's next turn is likelier than a fork inside.
+END, INNER = 2.0, 0.25
 
 
 class EvictionQueue:
@@ -36,16 +38,18 @@ class EvictionQueue:
     Args:
         trie, pool: what is cached, and where.
         groups: pages of a checkpoint.
+        page_tokens: tokens of a page.
         order: "work" = as above; "recency" = least recently used first, whatever it saves.
 
     Raises:
         ConfigError: another order.
     """
 
-    def __init__(self, trie: PrefixTrie, pool: BlockPool, groups: int, order: str = "work") -> None:
+    def __init__(self, trie: PrefixTrie, pool: BlockPool, groups: int, page_tokens: int, order: str = "work") -> None:
         if order not in ORDERS:
             raise ConfigError(f"eviction={order!r} is not known; allowed: {', '.join(ORDERS)}")
         self._trie, self._pool, self._groups, self._by_work = trie, pool, groups, order == "work"
+        self._page_tokens = page_tokens
         self._clock = 0.0
         self._stamps = [0.0] * pool.pages
         # priority, number, node, its checkpoint (None: the prefix itself), version of the node or the checkpoint
@@ -139,7 +143,11 @@ class EvictionQueue:
     def _checkpoint_priority(self, node: Node, checkpoint: Checkpoint) -> float:
         if not self._by_work:
             return checkpoint.stamp
-        return checkpoint.stamp + _saved(node, checkpoint.depth) * _hits(node, checkpoint) / self._groups
+        saved, useless = self._at_stake(node, checkpoint.depth)
+        if not node.children:
+            return checkpoint.stamp + saved * (END + checkpoint.hits) / (self._groups + useless)
+        expected = 1.0 if checkpoint.reason == JUNCTION else INNER
+        return checkpoint.stamp + saved * (expected + checkpoint.hits) / self._groups
 
     def _run_priority(self, node: Node) -> float:
         stamp = self._stamps[node.page]
@@ -151,22 +159,22 @@ class EvictionQueue:
         marked = [(node, node.checkpoint) for node in run if node.checkpoint is not None]  # deepest first
         if not marked:
             return stamp
-        hits = 1 + max(checkpoint.hits for _, checkpoint in marked)
-        return stamp + _saved(marked[-1][0], marked[0][0].depth) * hits / (1 + self._groups * len(marked))
+        saved, useless = self._at_stake(marked[-1][0], marked[0][0].depth)
+        hits = END + max(checkpoint.hits for _, checkpoint in marked)
+        return stamp + saved * hits / (1 + self._groups * len(marked) + useless)
 
-
-def _hits(node: Node, checkpoint: Checkpoint) -> float:
-    return checkpoint.hits + (1.0 if not node.children or checkpoint.reason == JUNCTION else INNER)
+    def _at_stake(self, node: Node, depth: int) -> tuple[int, float]:
+        """Tokens between `depth` and the next checkpoint before `node`, or the beginning; and the pages of those among
+        them that nothing else needs."""
+        alone, units = True, 0
+        for earlier in ancestors(node.parent):
+            alone = alone and earlier.children == 1 and not earlier.users
+            if earlier.checkpoint is not None:
+                return depth - earlier.depth, units * self._trie.unit / self._page_tokens
+            units += alone
+        return depth, units * self._trie.unit / self._page_tokens
 
 
 def _hangs_on_another_page(run: list[Node]) -> bool:
     parent = run[-1].parent
     return parent is not None and parent.page != run[-1].page
-
-
-def _saved(node: Node, depth: int) -> int:
-    """Tokens between `depth` and the next checkpoint before `node`, or the beginning."""
-    for earlier in ancestors(node.parent):
-        if earlier.checkpoint is not None:
-            return depth - earlier.depth
-    return depth

@@ -70,9 +70,9 @@ class StepLedger:
         """States to write in a chunk, and points that have a checkpoint already, with the reasons to want them."""
         exports: list[ExportState] = []
         found: list[tuple[int, str]] = []
-        if not self.geometry.groups or not lease.publishing:
-            return (), ()
         unit, digests = self.geometry.unit, lease.chain.digests
+        if end // unit == start // unit or not self.geometry.groups or not lease.publishing:
+            return (), ()
         points = self.retention.points(
             start, end, unit=unit, prompt=lease.prompt, turn_ends=lease.turn_ends, junction=lease.junction
         )

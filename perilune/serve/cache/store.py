@@ -51,7 +51,7 @@ class CacheStore:
         self.geometry = geometry
         self.pool = BlockPool(pages)
         self.trie = PrefixTrie(geometry.unit, stateful=geometry.groups > 0)
-        self.queue = EvictionQueue(self.trie, self.pool, geometry.groups, eviction)
+        self.queue = EvictionQueue(self.trie, self.pool, geometry.groups, geometry.page_tokens, eviction)
         self.counters = Counters()
         self.losses = Losses()
         self.checkpoints: dict[int, Node] = {}
