@@ -202,13 +202,12 @@ _tickets: dict[tuple[int, int], Tensor] = {}
 def tickets(device: torch.device, count: int) -> Tensor:
     """`count` zeros that every launch leaves as zeros. Kept for each stream: launches that overlap must not share them;
     so graphs that were captured on one stream must not be replayed side by side."""
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32)
-    key = device.index or 0, torch.cuda.current_stream(device).cuda_stream
+    on_gpu = device.type == "cuda"
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream) if on_gpu else (-1, 0)
     kept = _tickets.get(key)
     if kept is None or kept.numel() < count:
         kept = torch.zeros(max(count, 1 << 16), dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():  # else it belongs to the graph, which zeroes it at each replay
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # else it is the graph's, zeroed at each replay
             _tickets[key] = kept
     return kept
 
