@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("chat", "talk to a run in the terminal or the browser"),
     "serve": ("serve", "OpenAI-style HTTP server over one run"),
     "bench": ("bench", "speed of kernels, training and generation against peers"),
+    "sandbox": ("sandbox", "run programs in a box of their own; save, fork and resume it"),
     "convert": ("convert", "runs and published checkpoints, one into the other"),
     "report": ("report", "one self-contained page about a run"),
 }

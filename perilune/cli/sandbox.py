@@ -38,7 +38,7 @@ options of run, shell and resume
   --memory, --disk SIZE        1G, 256M (defaults)       --processes N   256       --cpus X   2
   --timeout SECONDS            exit code 124 after it (default 600)
   --env NAME=VALUE, --secret NAME   a variable; a secret's value is taken from this environment and never saved
-  --cwd FOLDER                 /work (default)
+  --cwd FOLDER                 /workspace (default)
   --driver NAME                proc
   --json                       one JSON object on stdout
 """
@@ -77,7 +77,7 @@ def _parser() -> _Parser:
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--env", action="append", default=[])
     parser.add_argument("--secret", action="append", default=[])
-    parser.add_argument("--cwd", default="/work")
+    parser.add_argument("--cwd", default="/workspace")
     parser.add_argument("--driver", default="proc")
     parser.add_argument("--lost", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -156,9 +156,14 @@ def _opened(sandboxes: Any, flags: argparse.Namespace, source: str | None) -> It
     try:
         yield box
     finally:
-        # A program that broke the guest leaves nothing to keep.
         if keep and box.state.value == "running":
-            box.release()
+            try:
+                box.release()
+            except SandboxError:
+                if before is not None:  # What was kept before stays as it was.
+                    box.revert()
+                    box.release()
+                raise
             if before is not None:
                 sandboxes.home.store.delete([before])
             if not flags.json:
@@ -200,7 +205,6 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
             program, stdin=b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.fileno(), timeout=flags.timeout,
             env=env, secrets=secrets, cwd=flags.cwd, on_output=None if flags.json else pass_on,
         )  # fmt: skip
-        name = box.name
     for happened, text in ((result.timed_out, "its time was over"), (result.out_of_memory, "it ran out of memory")):
         if happened and not flags.json:
             print(f"perilune: killed: {text}", file=sys.stderr)
@@ -212,8 +216,11 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
                 values[stream] = data.decode()
             except UnicodeDecodeError:
                 values[stream], values[f"{stream}_base64"] = "", base64.b64encode(data).decode()
-        kept = any(record.name == name for record in sandboxes.home.records())
-        print(json.dumps({"sandbox": name, "kept": kept, "truncated": result.truncated, **values}))
+        print(
+            json.dumps(
+                {"sandbox": box.name, "kept": box.state.value == "paused", "truncated": result.truncated, **values}
+            )
+        )
     return TIMED_OUT if result.timed_out else result.code
 
 

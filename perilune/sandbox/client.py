@@ -2,7 +2,7 @@
 
     with Sandboxes() as sandboxes:
         box = sandboxes.create()
-        box.exec(["sh", "-c", "echo hello > /work/a"])
+        box.exec(["sh", "-c", "echo hello > /workspace/a"])
         snapshot = box.checkpoint()
         judge, = box.fork(1)
 
@@ -206,7 +206,7 @@ class Sandbox:
         timeout: float | None = None,
         env: Mapping[str, str] | None = None,
         secrets: Mapping[str, str] | None = None,
-        cwd: str = "/work",
+        cwd: str = "/workspace",
     ) -> Execution:
         """Start a command and return at once.
 
@@ -259,7 +259,7 @@ class Sandbox:
         *,
         env: Mapping[str, str] | None = None,
         secrets: Mapping[str, str] | None = None,
-        cwd: str = "/work",
+        cwd: str = "/workspace",
     ) -> Process:
         """Start a command on a pseudo-terminal; the caller relays `Process.terminal` and closes the process."""
         machine = self._running("terminal")
@@ -424,6 +424,18 @@ class Sandbox:
             self._go(State.DEAD)
         self.owner._forget(self)
 
+    def revert(self) -> None:
+        """Give up what changed since the newest snapshot and be paused at it.
+
+        Raises:
+            TransitionError: it is not running.
+            SandboxError: it has no snapshot.
+        """
+        if self.snapshot is None:
+            raise SandboxError(f"sandbox {self.name} has no snapshot to go back to")
+        with self._during(State.PAUSING, State.PAUSED):
+            self._end_machine()
+
     def release(self) -> None:
         """Pause to the store and give it out of this process's hands; `Sandboxes.open` takes it up again, in any process."""
         if self.state is State.RUNNING:
@@ -556,7 +568,12 @@ class Sandboxes:
     def _forget(self, sandbox: Sandbox, lost: bool = False) -> None:
         with self._lock:
             self._live.pop(sandbox.id, None)
-        self.home.forget(sandbox.record)
+        if lost and sandbox.snapshot is not None and sandbox.record.name != sandbox.id:
+            # Whoever gave it a name finds it as lost, with the snapshot that is left of it.
+            self.home.save(sandbox.record)
+            self.home.release(sandbox.record)
+        else:
+            self.home.forget(sandbox.record)
 
     def _release(self, sandbox: Sandbox) -> None:
         with self._lock:

@@ -194,6 +194,7 @@ class Home:
         record.lock = self._lock(record.id)
         if record.lock < 0:
             raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}; end that process first")
+        cgroup.sweep({record.id})
         self.forget(record)
 
     def reap(self) -> int:
@@ -202,7 +203,7 @@ class Home:
         Returns:
             How many such records were removed. A record with a snapshot or a chosen name stays, as lost.
         """
-        cgroup.sweep(self.is_live)
+        cgroup.sweep({path.stem for path in self.records_folder.glob("*.lock") if not self.is_live(path.stem)})
         removed = 0
         for record in self.records():
             if record.state == LOST and record.snapshot is None and record.name == record.id:

@@ -128,7 +128,7 @@ def _skeleton(templates: Path) -> Path:
 
 
 def _build(root: Path) -> None:
-    for name in ("dev", "proc", "etc", "root", "tmp", "var/tmp", "work", "home", "run", "mnt", "opt", "srv"):
+    for name in ("dev", "proc", "etc", "root", "tmp", "var/tmp", "workspace", "home", "run", "mnt", "opt", "srv"):
         (root / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
         (root / name).chmod(0o1777)

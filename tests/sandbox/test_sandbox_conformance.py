@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import threading
 import time
 
 import pytest
 
-from perilune.errors import ConfigError
+from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox import Output, Sandbox, Sandboxes, State
 from perilune.sandbox.protocol import GuestFileError, GuestLost, SecretInSnapshot, TransitionError
 
@@ -67,10 +69,15 @@ def test_input_from_a_descriptor_that_is_written_while_the_program_runs(box):
 
 
 def test_output_comes_while_the_program_runs(box):
-    execution = box.start(["sh", "-c", "echo first; read line; echo $line"], stdin=b"", timeout=DEADLINE)
+    read, write = os.pipe()
+    execution = box.start(["sh", "-c", "echo first; read line; echo $line"], stdin=read, timeout=DEADLINE)
     first = next(iter(execution))
     assert first == Output("stdout", b"first\n")
-    assert execution.result().code == 0
+    os.write(write, b"second\n")
+    result = execution.result()
+    assert (result.code, result.stdout) == (0, b"first\nsecond\n")
+    os.close(read)
+    os.close(write)
 
 
 def test_output_beyond_the_limit_is_counted_and_dropped(box):
@@ -120,20 +127,20 @@ def test_environment_is_the_sandboxs_own(box, monkeypatch):
 
 def test_files(box):
     data = os.urandom(200_001)
-    box.write_file("/work/deep/er/file", data, mode=0o640)
-    assert box.read_file("/work/deep/er/file") == data
-    entry = box.list("/work/deep/er")[0]
+    box.write_file("/workspace/deep/er/file", data, mode=0o640)
+    assert box.read_file("/workspace/deep/er/file") == data
+    entry = box.list("/workspace/deep/er")[0]
     assert (entry.name, entry.kind, entry.size, entry.mode) == ("file", "file", 200_001, 0o640)
     with pytest.raises(GuestFileError, match="No such file"):
-        box.read_file("/work/none")
+        box.read_file("/workspace/none")
     with pytest.raises(GuestFileError, match="more than the 100 asked for"):
-        box.read_file("/work/deep/er/file", max_bytes=100)
-    sh(box, "mkfifo /work/pipe")
-    for path in ("/work/pipe", "/work/deep", "/dev/zero"):
+        box.read_file("/workspace/deep/er/file", max_bytes=100)
+    sh(box, "mkfifo /workspace/pipe")
+    for path in ("/workspace/pipe", "/workspace/deep", "/dev/zero"):
         with pytest.raises(GuestFileError):
             box.read_file(path)
     with pytest.raises(GuestFileError, match="not a regular file"):
-        box.write_file("/work/pipe", b"x")
+        box.write_file("/workspace/pipe", b"x")
 
 
 def test_ports_are_reached_without_a_network(python_box, python):
@@ -155,7 +162,7 @@ def test_ports_are_reached_without_a_network(python_box, python):
 
 
 PREPARE = r"""
-mkdir -p /work/tree/empty && cd /work/tree
+mkdir -p /workspace/tree/empty && cd /workspace/tree
 printf 'a\nb' > text && chmod 4751 text && ln text hard && ln -s ../nowhere link && ln -s /etc/passwd absolute && mkfifo pipe
 touch -d '2001-02-03 04:05:06.789' text && head -c 5 /dev/zero > zeros && : > nothing
 mkdir 'odd '"$(printf '\303\251\n\377')" && chmod 1777 empty && touch -d '1999-01-01' empty
@@ -164,16 +171,16 @@ echo changed >> /etc/hosts && truncate -s 3M sparse && printf x | dd of=sparse b
 head -c 200000 /dev/urandom > big && echo shared > /dev/shm/segment && chown 0:0 big
 """
 LOOK = r"""
-cd / && find work etc dev/shm -printf '%p %y %m %U %G %s %T@ %l\n' | sort
-find work/tree etc/hosts dev/shm -type f -exec cksum {} + | sort
-stat -c '%h' work/tree/text
+cd / && find workspace etc dev/shm -printf '%p %y %m %U %G %s %T@ %l\n' | sort
+find workspace/tree etc/hosts dev/shm -type f -exec cksum {} + | sort
+stat -c '%h' workspace/tree/text
 """
 
 
 def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes, box):
     sh(box, PREPARE)
     wanted = sh(box, LOOK)
-    assert "work/tree/hard" in wanted and "etc/shells" not in wanted and "etc/alternatives/mine" in wanted
+    assert "workspace/tree/hard" in wanted and "etc/shells" not in wanted and "etc/alternatives/mine" in wanted
     generations = {box.generation}
     for _ in range(3):
         snapshot = box.checkpoint()
@@ -186,23 +193,23 @@ def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes,
 
 
 def test_a_checkpoint_stores_only_what_is_new(box):
-    box.write_file("/work/big", os.urandom(1_000_000))
+    box.write_file("/workspace/big", os.urandom(1_000_000))
     first = box.checkpoint()
-    sh(box, "printf x | dd of=/work/big bs=1 seek=500000 conv=notrunc 2>/dev/null")
+    sh(box, "printf x | dd of=/workspace/big bs=1 seek=500000 conv=notrunc 2>/dev/null")
     second = box.checkpoint()
     assert first.new_bytes >= 1_000_000 and second.new_bytes < 3 * 65536
     assert second.parent == first.id and second.bytes == 1_000_000
 
 
 def test_zeros_are_not_stored(box):
-    sh(box, "truncate -s 20M /work/hole; head -c 5000000 /dev/zero > /work/zeros")
+    sh(box, "truncate -s 20M /workspace/hole; head -c 5000000 /dev/zero > /workspace/zeros")
     assert box.checkpoint().new_bytes < 20_000
 
 
 def test_a_write_through_a_mapping_is_saved_although_no_time_stamp_tells_of_it(sandboxes, python_box, python):
     script = (
-        "import mmap, os, sys\nf = open('/work/mapped', 'w+b'); f.truncate(8192); m = mmap.mmap(f.fileno(), 8192)\n"
-        "m[0] = 1\nprint('ready', flush=True); os.read(0, 1); before = os.stat('/work/mapped').st_mtime_ns\n"
+        "import mmap, os, sys\nf = open('/workspace/mapped', 'w+b'); f.truncate(8192); m = mmap.mmap(f.fileno(), 8192)\n"
+        "m[0] = 1\nprint('ready', flush=True); os.read(0, 1); before = os.stat('/workspace/mapped').st_mtime_ns\n"
         "m[4096] = 77; print('written', flush=True); os.read(0, 1)"
     )
     read, write = os.pipe()
@@ -217,17 +224,17 @@ def test_a_write_through_a_mapping_is_saved_although_no_time_stamp_tells_of_it(s
     execution.result()
     os.close(write)
     os.close(read)
-    assert sandboxes.resume(snapshot.id).read_file("/work/mapped")[4096] == 77
+    assert sandboxes.resume(snapshot.id).read_file("/workspace/mapped")[4096] == 77
 
 
 def test_forks_start_equal_and_share_nothing(box):
-    sh(box, "echo common > /work/a")
+    sh(box, "echo common > /workspace/a")
     forks = box.fork(2)
     for number, fork in enumerate(forks):
-        assert fork.read_file("/work/a") == b"common\n"
-        sh(fork, f"echo {number} > /work/a; echo {number} > /dev/shm/s")
-    assert [fork.read_file("/work/a") for fork in forks] == [b"0\n", b"1\n"]
-    assert box.read_file("/work/a") == b"common\n" and box.list("/dev/shm") == []
+        assert fork.read_file("/workspace/a") == b"common\n"
+        sh(fork, f"echo {number} > /workspace/a; echo {number} > /dev/shm/s")
+    assert [fork.read_file("/workspace/a") for fork in forks] == [b"0\n", b"1\n"]
+    assert box.read_file("/workspace/a") == b"common\n" and box.list("/dev/shm") == []
     assert len({box.id, *(fork.id for fork in forks)}) == 3
 
 
@@ -244,25 +251,28 @@ def test_t34_forks_differ_in_randomness_and_identity_and_their_clocks_are_right(
 
 
 def test_t35_a_checkpoint_leaves_the_background_running_and_says_what_a_resume_brings_back(sandboxes, box, driver):
-    sh(box, "(i=0; while :; do i=$((i+1)); echo $i > /work/n.new; mv /work/n.new /work/n; done) > /dev/null 2>&1 &")
-    wait_until(box, "test -s /work/n")
+    sh(
+        box,
+        "(i=0; while :; do i=$((i+1)); echo $i > /workspace/n.new; mv /workspace/n.new /workspace/n; done) > /dev/null 2>&1 &",
+    )
+    wait_until(box, "test -s /workspace/n")
     snapshot = box.checkpoint()
-    before = int(box.read_file("/work/n"))
-    wait_until(box, f"test $(cat /work/n) -gt {before}")
+    before = int(box.read_file("/workspace/n"))
+    wait_until(box, f"test $(cat /workspace/n) -gt {before}")
     resumed = sandboxes.resume(snapshot.id)
     capability = resumed.capabilities()
-    saved = int(resumed.read_file("/work/n"))
+    saved = int(resumed.read_file("/workspace/n"))
     assert 0 < saved <= before
     if capability.snapshot == "machine":
-        wait_until(resumed, f"test $(cat /work/n) -gt {saved}")
+        wait_until(resumed, f"test $(cat /workspace/n) -gt {saved}")
     else:
         assert sh(resumed, "ls /proc | grep -c '^[0-9]'; true").strip() in ("3", "4")  # process 1, sh, ls, grep
-        assert int(resumed.read_file("/work/n")) == saved
+        assert int(resumed.read_file("/workspace/n")) == saved
         assert snapshot.processes >= 1 and snapshot.contains == "files"
 
 
 def test_t36_a_restore_at_once_after_a_restore_answers_and_the_old_life_does_not(sandboxes, box):
-    sh(box, "echo 0 > /work/n")
+    sh(box, "echo 0 > /workspace/n")
     old = []
     for number in range(4):
         snapshot = box.pause()
@@ -270,8 +280,8 @@ def test_t36_a_restore_at_once_after_a_restore_answers_and_the_old_life_does_not
         assert machine is None
         box.resume()
         old.append(generation)
-        assert sh(box, "echo $PERILUNE_GENERATION; cat /work/n").split() == [box.generation, str(number)]
-        sh(box, f"echo {number + 1} > /work/n")
+        assert sh(box, "echo $PERILUNE_GENERATION; cat /workspace/n").split() == [box.generation, str(number)]
+        sh(box, f"echo {number + 1} > /workspace/n")
         assert snapshot.generation == generation
     assert len({*old, box.generation}) == 5
 
@@ -287,8 +297,11 @@ def test_a_command_of_an_ended_life_is_lost_and_not_answered_by_the_next(box):
 
 
 def test_pause_in_memory_stops_time_for_the_guest(box):
-    sh(box, "(i=0; while :; do i=$((i+1)); echo $i > /work/n.new; mv /work/n.new /work/n; done) > /dev/null 2>&1 &")
-    wait_until(box, "test -s /work/n")
+    sh(
+        box,
+        "(i=0; while :; do i=$((i+1)); echo $i > /workspace/n.new; mv /workspace/n.new /workspace/n; done) > /dev/null 2>&1 &",
+    )
+    wait_until(box, "test -s /workspace/n")
     generation = box.generation
     assert box.pause(keep_memory=True) is None
     with pytest.raises(TransitionError, match="is paused and cannot go to exec"):
@@ -296,26 +309,26 @@ def test_pause_in_memory_stops_time_for_the_guest(box):
     assert box._machine is not None
     states = set()
     for entry, chunks in box._machine.capture():
-        if entry["path"] == "work/n":
+        if entry["path"] == "workspace/n":
             states.add(bytes(chunks[0] or b""))
     for entry, chunks in box._machine.capture():
-        if entry["path"] == "work/n":
+        if entry["path"] == "workspace/n":
             states.add(bytes(chunks[0] or b""))
     assert len(states) == 1
     box.resume()
     assert box.generation == generation
-    wait_until(box, f"test $(cat /work/n) -gt {int(states.pop())}")
+    wait_until(box, f"test $(cat /workspace/n) -gt {int(states.pop())}")
 
 
 def test_pause_to_zero_ends_all_processes_and_keeps_the_files(box):
-    sh(box, "sleep 1000 > /dev/null 2>&1 & echo kept > /work/a")
+    sh(box, "sleep 1000 > /dev/null 2>&1 & echo kept > /workspace/a")
     pid = box._machine and os.pidfd_open(int(_agent_pid(box)))
     snapshot = box.pause()
     assert snapshot is not None and snapshot.processes == 1
     assert box._machine is None and box.state is State.PAUSED
     signal_gone(pid)
     box.resume()
-    assert box.read_file("/work/a") == b"kept\n"
+    assert box.read_file("/workspace/a") == b"kept\n"
 
 
 def _agent_pid(box: Sandbox) -> str:
@@ -326,8 +339,6 @@ def _agent_pid(box: Sandbox) -> str:
 
 def signal_gone(pidfd: int | None) -> None:
     """The process behind the descriptor has ended."""
-    import select
-
     assert pidfd is not None
     with contextlib.closing(open(pidfd)):
         assert select.select([pidfd], [], [], 0)[0]
@@ -340,11 +351,11 @@ def test_secrets_reach_their_command_only_and_no_snapshot(sandboxes, box):
     fork = box.fork(1)[0]
     assert sh(fork, "echo $KEY", secrets={"KEY": "another-secret"}).strip() == "another-secret"
     # Across the border of two stored pieces.
-    sh(box, f"head -c {65536 - 5} /dev/urandom > /work/leak; printf '{secret}' >> /work/leak")
-    with pytest.raises(SecretInSnapshot, match="/work/leak holds the secret KEY"):
+    sh(box, f"head -c {65536 - 5} /dev/urandom > /workspace/leak; printf '{secret}' >> /workspace/leak")
+    with pytest.raises(SecretInSnapshot, match="/workspace/leak holds the secret KEY"):
         box.checkpoint()
     assert box.state is State.RUNNING
-    sh(box, "rm /work/leak")
+    sh(box, "rm /workspace/leak")
     snapshot = box.checkpoint()
     stored = b"".join(path.read_bytes() for path in sandboxes.home.store.root.rglob("*") if path.is_file())
     assert secret.encode() not in stored
@@ -363,11 +374,34 @@ def test_destroy_ends_everything_and_twice_is_once(sandboxes, box):
 
 
 def test_a_guest_that_ends_under_a_command_is_lost_with_a_typed_error(sandboxes: Sandboxes, box, driver):
-    import signal
-
     execution = box.start(["sleep", "1000"])
     os.kill(int(_agent_pid(box)), signal.SIGKILL)
     with pytest.raises(GuestLost):
         execution.result()
     assert box.state is State.DEAD
     assert sandboxes.create(driver=driver).exec(["true"]).code == 0
+
+
+def test_a_named_sandbox_that_is_lost_is_reported_with_the_snapshot_that_is_left(sandboxes: Sandboxes, driver):
+    box = sandboxes.create(driver=driver, name="named")
+    sh(box, "echo saved > /workspace/a")
+    snapshot = box.checkpoint()
+    os.kill(int(_agent_pid(box)), signal.SIGKILL)
+    with pytest.raises(GuestLost):
+        box.read_file("/workspace/a")
+    assert [(record.name, record.state) for record in sandboxes.home.records()] == [("named", "lost")]
+    with pytest.raises(SandboxError, match=f"named is lost.*{snapshot.id}"):
+        sandboxes.open("named")
+    assert sandboxes.resume(snapshot.id).read_file("/workspace/a") == b"saved\n"
+
+
+def test_revert_goes_back_to_the_newest_snapshot(box):
+    with pytest.raises(SandboxError, match="no snapshot to go back to"):
+        box.revert()
+    sh(box, "echo saved > /workspace/a")
+    box.checkpoint()
+    sh(box, "echo unsaved > /workspace/a")
+    box.revert()
+    assert box.state is State.PAUSED
+    box.resume()
+    assert box.read_file("/workspace/a") == b"saved\n"

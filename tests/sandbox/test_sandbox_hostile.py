@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
+import perilune
 from perilune.errors import SandboxError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 
 TIGHT = Limits(
-    memory_bytes=96 << 20, disk_bytes=16 << 20, processes=24, output_bytes=1 << 16, exec_seconds=60, cpus=1.0, open_files=256
+    memory_bytes=96 << 20,
+    disk_bytes=16 << 20,
+    processes=24,
+    output_bytes=1 << 16,
+    exec_seconds=60,
+    cpus=1.0,
+    open_files=256,
 )
 
 
@@ -65,27 +73,27 @@ def test_memory_bomb(hostile, python, sibling):
 
 def test_disk_filler(hostile, sibling):
     # Several files, for one alone would meet the limit of a file's size.
-    script = "for i in 1 2 3 4 5 6 7 8; do head -c 4000000 /dev/zero | tr '\\0' x > /work/f$i || exit 1; done"
+    script = "for i in 1 2 3 4 5 6 7 8; do head -c 4000000 /dev/zero | tr '\\0' x > /workspace/f$i || exit 1; done"
     result = hostile.exec(["sh", "-c", script])
     assert result.code != 0 and b"No space left" in result.stderr
-    assert hostile.exec(["sh", "-c", "rm /work/f*; echo fits > /work/again"]).code == 0
+    assert hostile.exec(["sh", "-c", "rm /workspace/f*; echo fits > /workspace/again"]).code == 0
     full = hostile.exec(["sh", "-c", "head -c 30000000 /dev/zero > /dev/shm/x; head -c 30000000 /dev/zero > /tmp/x"])
     assert full.code != 0
 
 
 def test_inode_filler_leaves_a_sandbox_that_can_be_saved(hostile):
-    script = "i=0; while [ $i -lt 3000 ]; do : > /work/$i; i=$((i+1)); done"
+    script = "i=0; while [ $i -lt 3000 ]; do : > /workspace/$i; i=$((i+1)); done"
     assert hostile.exec(["sh", "-c", script]).code == 0
     assert hostile.checkpoint().entries >= 3000
 
 
 def test_folders_without_end_are_refused_by_a_checkpoint_and_nothing_is_lost(hostile, python):
-    source = "import os\nos.chdir('/work')\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    source = "import os\nos.chdir('/workspace')\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
     assert python_run(hostile, python, source).code == 0
     with pytest.raises(SandboxError, match="folders deeper than 200"):
         hostile.checkpoint()
-    assert hostile.exec(["sh", "-c", "rm -r /work/d && echo mended > /work/a"]).code == 0
-    assert hostile.fork(1)[0].read_file("/work/a") == b"mended\n"
+    assert hostile.exec(["sh", "-c", "rm -r /workspace/d && echo mended > /workspace/a"]).code == 0
+    assert hostile.fork(1)[0].read_file("/workspace/a") == b"mended\n"
 
 
 def test_endless_output(hostile, sibling, count):
@@ -99,13 +107,19 @@ def test_endless_output(hostile, sibling, count):
 def test_links_out_of_the_root_lead_into_it(hostile, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("host")
-    links = f"ln -s {outside} /work/a; ln -s ../../../../../..{outside} /work/b; ln -s / /work/root; ln -s /proc/1/root /work/c"
+    links = f"ln -s {outside} /workspace/a; ln -s ../../../../../..{outside} /workspace/b; ln -s / /workspace/root; ln -s /proc/1/root /workspace/c"
     assert hostile.exec(["sh", "-c", links]).code == 0
-    for path in ("/work/a", "/work/b", f"/work/root{outside}", f"/work/c{outside}", f"/proc/1/cwd{outside}"):
+    for path in (
+        "/workspace/a",
+        "/workspace/b",
+        f"/workspace/root{outside}",
+        f"/workspace/c{outside}",
+        f"/proc/1/cwd{outside}",
+    ):
         assert hostile.exec(["cat", path]).code != 0
         with pytest.raises(Exception, match="No such file|denied"):
             hostile.read_file(path)
-    hostile.write_file("/work/a", b"guest")
+    hostile.write_file("/workspace/a", b"guest")
     assert outside.read_text() == "host"
     assert hostile.exec(["cat", str(outside)]).stdout == b"guest"
 
@@ -131,7 +145,7 @@ def test_the_kernels_knobs_are_read_only(hostile):
         if before is not None:
             assert open(knob).read() == before
     assert hostile.exec(["cat", "/proc/kcore"]).stdout == b""
-    assert hostile.exec(["sh", "-c", "mknod /work/disk b 254 0"]).code != 0
+    assert hostile.exec(["sh", "-c", "mknod /workspace/disk b 254 0"]).code != 0
 
 
 REFUSED = r"""
@@ -148,7 +162,7 @@ for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0
 refused('clone', libc.syscall(56 if os.uname().machine == 'x86_64' else 220, 0x10000000 | 17, 0, 0, 0, 0))
 refused('clone3', libc.syscall(435, 0, 0), errno.ENOSYS)
 refused('setns', libc.setns(0, 0))
-refused('chroot', libc.chroot(b'/work'))
+refused('chroot', libc.chroot(b'/workspace'))
 refused('keyctl', libc.syscall(250 if os.uname().machine == 'x86_64' else 219, 0, 0, 0))
 refused('bpf', libc.syscall(321 if os.uname().machine == 'x86_64' else 280, 0, 0, 0))
 refused('io_uring', libc.syscall(425, 1, 0))
@@ -204,19 +218,19 @@ def test_an_abstract_socket_of_the_host_is_not_seen(hostile, python):
 def test_a_module_planted_in_the_guest_is_not_imported_by_its_agent(hostile, python):
     """The agent's interpreter would look here; it must import nothing once the root is the guest's."""
     plant = (
-        "import os, sys\nfor folder in ('/work/main', '/work', '/', '/usr/lib/python3', *sys.path):\n"
+        f"import os, sys\nfor folder in ('{Path(perilune.__file__).parents[1]}', '/workspace', '/', '/usr/lib/python3', *sys.path):\n"
         "  for name in ('traceback', 'encodings/idna', 'stringprep', 'shutil', 'tempfile', 'perilune'):\n"
-        "    path = f'{folder}/{name}.py'\n"
-        "    try:\n      os.makedirs(os.path.dirname(path), exist_ok=True); open(path, 'w').write(\"open('/work/PLANTED', 'w')\\n\")\n"
+        "    path = folder + '/' + name + '.py'\n"
+        "    try:\n      os.makedirs(os.path.dirname(path), exist_ok=True); open(path, 'w').write(\"open('/workspace/PLANTED', 'w')\\n\")\n"
         "    except OSError: pass"
     )
     python_run(hostile, python, plant)
     hostile.exec(["true"])
-    hostile.write_file("/work/a", b"x")
+    hostile.write_file("/workspace/a", b"x")
     with pytest.raises(Exception):  # noqa: B017 - any typed error; what counts is what ran.
         hostile.connect(1)
     hostile.checkpoint()
-    assert "PLANTED" not in [entry.name for entry in hostile.list("/work")]
+    assert "PLANTED" not in [entry.name for entry in hostile.list("/workspace")]
 
 
 def test_stopping_itself_and_hiding_from_a_freeze(hostile, python):

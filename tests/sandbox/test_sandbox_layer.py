@@ -49,7 +49,7 @@ def test_a_file_of_zeros_and_holes_crosses_without_its_zeros(tmp_path):
         file.truncate(50 << 20)
     data = streamed(tmp_path)
     assert len(data) < 4 * layer.CHUNK
-    found = dict((entry["path"], chunks) for entry, chunks in layer.read_stream(exactly(data), 1 << 30))
+    found = {entry["path"]: chunks for entry, chunks in layer.read_stream(exactly(data), 1 << 30)}
     assert b"".join(chunk or layer.ZEROS for chunk in found["a"][:-1]) + (found["a"][-1] or b"") == content
     assert set(found["sparse"]) == {None}
 
@@ -103,7 +103,12 @@ def test_a_restore_reads_only_whole_blobs(tmp_path):
         name = batch.put(b"content")
     entry = {**FILE, "path": "a", "size": 7, "chunks": [name]}
     for number, (change, message) in enumerate(
-        [({}, None), ({"size": 6}, "truncated"), ({"chunks": []}, "add up"), ({"chunks": ["../../etc/passwd"]}, "no blob's name")]
+        [
+            ({}, None),
+            ({"size": 6}, "truncated"),
+            ({"chunks": []}, "add up"),
+            ({"chunks": ["../../etc/passwd"]}, "no blob's name"),
+        ]
     ):
         upper = tmp_path / str(number)
         upper.mkdir()
@@ -130,7 +135,9 @@ entries = st.dictionaries(
 
 @given(st.lists(entries | json_values, max_size=4), st.binary(max_size=40))
 def test_a_stream_of_anything_is_a_value_error_or_entries(items, tail):
-    data = b"".join(struct.pack("!I", len(body)) + body for body in (json.dumps(item).encode() for item in items)) + tail
+    data = (
+        b"".join(struct.pack("!I", len(body)) + body for body in (json.dumps(item).encode() for item in items)) + tail
+    )
     try:
         for entry, chunks in layer.read_stream(exactly(data), 1 << 20):
             layer.check(entry)

@@ -66,7 +66,9 @@ def test_the_program_decides_as_its_tables_say(machine):
     assert verdict(program, arch, call["clone"], 0x10000000 | 17) == REFUSE
     families = {family: verdict(program, arch, call["socket"], family) for family in range(46)}
     assert [family for family, found in families.items() if found == ALLOW] == [1, 2, 10, 16]
-    assert verdict(program, arch, call["ioctl"], 0, 0x5412) == REFUSE == verdict(program, arch, call["ioctl"], 0, 0x541C)
+    assert (
+        verdict(program, arch, call["ioctl"], 0, 0x5412) == REFUSE == verdict(program, arch, call["ioctl"], 0, 0x541C)
+    )
     assert verdict(program, arch, call["ioctl"], 0, 0x5401) == ALLOW
     # 64-bit arguments whose lower half is what the kernel looks at.
     assert verdict(program, arch, call["ioctl"], 0, 0x100005412) == REFUSE

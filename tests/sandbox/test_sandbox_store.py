@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import CapacityError, ConfigError, SandboxError
-from perilune.sandbox.guest import layer
+from perilune.sandbox.guest import layer, linux
 from perilune.sandbox.protocol import StoreDamaged, StoreFull
 from perilune.sandbox.store import SMALL, SYNCS, Snapshot, Store
 
@@ -53,16 +53,20 @@ def test_what_is_published_is_read_back(tmp_path, sync):
     assert len(set(entries[1]["chunks"])) == 2
 
 
-def test_syncs_happen_before_the_snapshot_exists(tmp_path, monkeypatch):
-    for sync, least in (("none", 0), ("full", 4)):
-        calls: list[str] = []
-        real_fsync, real_rename = os.fsync, os.rename
-        monkeypatch.setattr(os, "fsync", lambda fd: calls.append("sync") or real_fsync(fd))
-        monkeypatch.setattr(os, "rename", lambda a, b: calls.append("snap" if "snap-" in str(b) else "blob") or real_rename(a, b))
-        publish(Store(tmp_path / sync, sync=sync), b"one", b"two")
-        monkeypatch.undo()
-        assert calls.count("sync") >= least and (calls[-1] == "sync" if least else calls[-1] == "snap")
-        assert "blob" not in calls[calls.index("snap") :]
+@pytest.mark.parametrize("sync, least", [("none", 0), ("batch", 2), ("full", 4)])
+def test_syncs_happen_before_the_snapshot_exists(tmp_path, monkeypatch, sync, least):
+    calls: list[str] = []
+    fsync, rename, whole = os.fsync, os.rename, linux.sync_file_system
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("sync") or fsync(fd))
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: calls.append("snap" if "snap-" in str(b) else "blob") or rename(a, b)
+    )
+    monkeypatch.setattr(linux, "sync_file_system", lambda fd: calls.append("whole") or whole(fd))
+    publish(Store(tmp_path, sync=sync), b"one", b"two")
+    before = calls[: calls.index("snap")]
+    assert "blob" not in calls[len(before) :] and before.count("blob") == 3
+    assert calls.count("sync") >= least and ("whole" in before[-2:]) == (sync == "batch")
+    assert calls[-1] == ("snap" if sync == "none" else "sync")
 
 
 @pytest.mark.parametrize(
@@ -190,28 +194,29 @@ store = Store(Path(sys.argv[1]), sync="full")
 for name in real:
     setattr(os, name, counting(name))
 t.publish(store, b"old", b"new" * 30000, name="snap-second")
-real["write"](1, b"done")
+real["write"](1, b"done %d" % (int(sys.argv[2]) - left[0]))
 """
 
 
 def test_a_writer_killed_at_any_point_leaves_the_old_snapshot_and_nothing_half(tmp_path, count):
     script = WRITER.format(tests=os.path.dirname(__file__))
-    done, point, wide = False, 0, count(full=1, reduced=4)
-    while not done:
-        point += wide
+
+    def write(point: int) -> tuple[Store, str, subprocess.CompletedProcess[bytes]]:
         root = tmp_path / str(point)
         first = publish(Store(root, sync="none"), b"old")
         run = subprocess.run([sys.executable, "-c", script, str(root), str(point)], capture_output=True, timeout=120)
-        done = run.stdout == b"done"
-        assert done or run.returncode == -9, run.stderr
-        store = Store(root)
+        return Store(root), first.id, run
+
+    store, first, run = write(1_000_000)
+    calls = int(run.stdout.split()[1])
+    assert calls > 20 and set(store.snapshots()) == {first, "snap-second"}
+    rounds = min(calls, count(full=calls, reduced=5))
+    for point in sorted({1 + number * calls // rounds for number in range(rounds)}):
+        store, first, run = write(point)
+        assert run.returncode == -9, run.stderr
         assert store.verify() == []
-        names = store.snapshots()
-        assert names in ([first.id], [first.id, "snap-second"], ["snap-second", first.id])
-        if done:
-            assert "snap-second" in names
+        assert set(store.snapshots()) in ({first}, {first, "snap-second"})
         store.collect()
-        assert blobs(store) == set(store.references()) and list((root / "tmp").iterdir()) == []
+        assert blobs(store) == set(store.references()) and list((store.root / "tmp").iterdir()) == []
         again = publish(store, b"new" * 30000)
         assert store.verify() == [] and again.id in store.snapshots()
-    assert point > 5 * wide

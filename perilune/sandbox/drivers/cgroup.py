@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 
 from perilune.sandbox.protocol import Limits
@@ -179,12 +179,10 @@ def _write(path: Path, text: str) -> None:
         os.close(fd)
 
 
-def sweep(is_live: Callable[[str], bool]) -> None:
-    """Remove groups that a killed owner left; `is_live` tells by a sandbox's id whether some process has it."""
-    for folder in set(_own_folders().values()):
-        for parent in (folder, folder.parent):
-            for path in parent.glob("perilune-*-*"):
-                if not is_live(path.name.split("-")[1]):
-                    # Refused by the kernel for a group that still has processes.
-                    with contextlib.suppress(OSError):
-                        path.rmdir()
+def sweep(sandboxes: Collection[str]) -> None:
+    """Remove the groups that killed owners of these sandboxes (by id) left; waits for their last processes, not without end."""
+    parents = {parent for folder in _own_folders().values() for parent in (folder, folder.parent)}
+    found = {
+        str(path) for parent in parents for path in parent.glob("perilune-*-*") if path.name.split("-")[1] in sandboxes
+    }
+    remove(sorted(found))

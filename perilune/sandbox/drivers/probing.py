@@ -19,12 +19,12 @@ from perilune.sandbox.store import Store
 PROBE_SECONDS = 20.0
 LIMITS = Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32)
 FIRST = """set -e
-mkdir /work/a && echo one > /work/a/b && rm -r /etc/alternatives && mkdir /etc/alternatives
+mkdir /workspace/a && echo one > /workspace/a/b && rm -r /etc/alternatives && mkdir /etc/alternatives
 test -z "$(ls /etc/alternatives)"
 test "$(id -u)" = 0 && test "$$" -lt 1000
 ! mount -t tmpfs none /mnt 2>/dev/null
 """
-SECOND = 'test "$(cat /work/a/b)" = one && test -z "$(ls /etc/alternatives)" && test ! -e /work/never'
+SECOND = 'test "$(cat /workspace/a/b)" = one && test -z "$(ls /etc/alternatives)" && test ! -e /workspace/never'
 """The first leaves files and deletes a template's folder; the second must find just that."""
 
 

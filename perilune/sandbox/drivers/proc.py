@@ -351,7 +351,9 @@ class ProcProcess:
         try:
             try:
                 message = wire.receive(self.status)
-            except ConnectionResetError:  # The agent had ended with it before our kill was read; its message is still there.
+            except (
+                ConnectionResetError
+            ):  # The agent had ended with it before our kill was read; its message is still there.
                 message = wire.receive(self.status)
         except (OSError, wire.Malformed) as error:
             raise GuestLost(f"sandbox {self.sandbox}: its agent does not answer: {error}") from error
@@ -414,7 +416,7 @@ def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ..
             root,
             "the guest may change its view of programs that belong to root"
             if root
-            else "files that belong to the host's root are read-only for guests of other users; /work, /root, /etc, /tmp and /opt are not",
+            else "files that belong to the host's root are read-only for guests of other users; /workspace, /root, /etc, /tmp and /opt are not",
         ),
         Guarantee("no orphans", True, "the kernel ends all processes with their owner"),
         Guarantee("memory snapshot", False, "snapshots hold files; processes are not saved"),

@@ -52,7 +52,9 @@ def walk(fd: int, tree: str) -> Iterator[tuple[dict[str, Any], int]]:
 
     def folder(fd: int, prefix: str, depth: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         if depth > DEEPEST or len(prefix) > LONGEST_PATH:
-            raise OSError(errno.ENAMETOOLONG, f"folders deeper than {DEEPEST} or longer than {LONGEST_PATH}: /{prefix[:80]}…")
+            raise OSError(
+                errno.ENAMETOOLONG, f"folders deeper than {DEEPEST} or longer than {LONGEST_PATH}: /{prefix[:80]}…"
+            )
         with os.scandir(fd) as entries:
             names = sorted(entry.name for entry in entries)
         for name in names:

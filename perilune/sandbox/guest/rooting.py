@@ -51,6 +51,7 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> list[int
         lower = tree["lower"].replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
         data = f"lowerdir={lower},upperdir={upper},workdir={base}/work{number},userxattr"
         linux.mount("overlay", target, "overlay", linux.MS_NOSUID | linux.MS_NODEV, data)
+    os.makedirs(f"{root}/workspace", exist_ok=True)  # Where commands start; an image may have none.
     _make_proc(f"{root}/proc")
     _make_dev(f"{root}/dev", uppers[paths.index("dev/shm")])
     if (

@@ -1,0 +1,199 @@
+"""`perilune sandbox` as a user runs it: streams, exit codes, kept sandboxes between commands, messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("driver")
+
+
+@pytest.fixture
+def cli(home: Path):
+    def call(
+        *args: str, stdin: bytes | None = b"", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "perilune", "sandbox", *args], input=stdin, capture_output=True, timeout=120,
+            env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home), **(env or {})},
+        )  # fmt: skip
+
+    return call
+
+
+def told(done: subprocess.CompletedProcess[bytes]) -> dict:
+    return json.loads(done.stdout)
+
+
+def test_run_passes_streams_input_and_exit_code(cli):
+    done = cli("run", "--", "sh", "-c", "tr a-z A-Z; echo err >&2; exit 9", stdin=b"in\xffput")
+    assert (done.stdout, done.stderr, done.returncode) == (b"IN\xffPUT", b"err\n", 9)
+
+
+def test_run_says_why_it_ended_a_program(cli):
+    late = cli("run", "--timeout", "0.2", "--", "sleep", "100")
+    assert (late.returncode, late.stdout, late.stderr) == (124, b"", b"perilune: killed: its time was over\n")
+    assert cli("run", "--", "no-such-program").returncode == 127
+
+
+def test_run_json_is_one_object_with_what_the_driver_promises(cli):
+    done = cli("run", "--json", "--", "sh", "-c", "printf '\\377'; echo err >&2; exit 3")
+    result = told(done)
+    assert (result["code"], result["stderr"], result["stdout_base64"], result["driver"]) == (3, "err\n", "/w==", "proc")
+    assert done.returncode == 3 and done.stderr == b"" and not result["kept"]
+    assert {"name", "held", "how"} == set(result["guarantees"][0])
+
+
+def test_kept_sandboxes_go_on_fork_and_end(cli, home):
+    kept = cli("run", "--name", "job", "--", "sh", "-c", "echo 1 > /workspace/n")
+    assert (kept.returncode, kept.stdout, kept.stderr) == (0, b"", b"kept: job\n")
+    assert cli("resume", "job", "--", "sh", "-c", "echo 2 >> /workspace/n; cat /workspace/n").stdout == b"1\n2\n"
+    snapshot = cli("snapshot", "job").stdout.decode().strip()
+    assert cli("fork", "job", "-n", "2").stdout == b"job-1\njob-2\n"
+    assert cli("resume", "job-1", "--", "sh", "-c", "echo fork > /workspace/n").returncode == 0
+    assert cli("resume", "job-2", "--", "cat", "/workspace/n").stdout == b"1\n2\n"
+    listed = told(cli("ps", "--json"))
+    assert {entry["name"]: entry["state"] for entry in listed["sandboxes"]} == dict.fromkeys(
+        ("job", "job-1", "job-2"), "paused"
+    )
+    assert len(listed["snapshots"]) == 4, "one a sandbox and the one of its own: those before were replaced"
+    table = cli("ps").stdout.decode()
+    assert "job-2" in table and snapshot in table
+    assert cli("rm", "job", "job-1", "job-2").returncode == 0
+    assert cli("resume", snapshot, "--", "cat", "/workspace/n").stdout == b"1\n2\n"
+    removed = told(cli("rm", snapshot, "--json"))
+    assert removed["removed"] == [snapshot] and removed["freed_bytes"] > 0
+    left = told(cli("ps", "--json"))
+    assert (left["sandboxes"], left["snapshots"], left["store_bytes"]) == ([], [], 0)
+
+
+def test_a_secret_comes_from_the_environment_and_is_not_kept(cli):
+    secret = {"API_KEY": "sk-very-secret-value"}
+    used = cli(
+        "run",
+        "--secret",
+        "API_KEY",
+        "--name",
+        "a",
+        "--",
+        "sh",
+        "-c",
+        "echo $API_KEY | wc -c; touch /workspace/saved",
+        env=secret,
+    )
+    assert used.stdout == b"21\n" and used.returncode == 0
+    assert cli("resume", "a", "--", "sh", "-c", "echo -$API_KEY-").stdout == b"--\n"
+    leak = cli("resume", "a", "--secret", "API_KEY", "--", "sh", "-c", "echo $API_KEY > /workspace/leak", env=secret)
+    assert leak.returncode == 1 and b"/workspace/leak holds the secret API_KEY" in leak.stderr
+    assert cli("resume", "a", "--", "ls", "/workspace").stdout == b"saved\n", "what was kept before is still kept"
+    missing = cli("run", "--secret", "NOT_SET", "--", "true")
+    assert missing.returncode == 2 and b"NOT_SET" in missing.stderr
+
+
+def test_doctor_prints_what_is_promised_and_what_is_not(cli):
+    done = cli("doctor")
+    assert done.returncode == 0 and b"proc: works: ran programs" in done.stdout
+    lines = done.stdout.decode().splitlines()
+    assert any(line.split()[:2] == ["no", "guest"] for line in lines)
+    report = told(cli("doctor", "--json"))
+    assert report["drivers"][0]["passed"] and report["store"]["problems"] == []
+    assert report["drivers"][0]["capabilities"]["snapshot"] == "files"
+
+
+@pytest.mark.parametrize(
+    "args, code, words",
+    [
+        ((), 2, b"usage: perilune sandbox"),
+        (("start",), 2, b"'start' is not one of run, shell"),
+        (("run",), 2, b"needs a program behind --"),
+        (("run", "ls"), 2, b"The program goes behind --"),
+        (("run", "--memory", "lots", "--", "ls"), 2, b"'lots' is no size"),
+        (("run", "--disk", "2G", "--", "ls"), 2, b"changed files live in memory"),
+        (("run", "--image", "/nowhere", "--", "ls"), 2, b"'/nowhere' is not a folder"),
+        (("run", "--tree", "/etc", "--", "ls"), 2, b"would show the host's own /etc"),
+        (("run", "--network", "some", "--", "ls"), 2, b"none, host"),
+        (("run", "--env", "A", "--", "ls"), 2, b"NAME=VALUE"),
+        (("resume", "nothing", "--", "ls"), 1, b"no sandbox 'nothing'"),
+        (("resume", "snap-0123", "--", "ls"), 1, b"no snapshot 'snap-0123'"),
+        (("resume", "snap-0123", "--memory", "1G", "--", "ls"), 2, b"--memory is decided when a sandbox is made"),
+        (("snapshot",), 2, b"needs one name or snapshot"),
+        (("rm",), 2, b"needs names"),
+        (("shell",), 2, b"needs a terminal"),
+        (("run", "--frobnicate"), 2, b"frobnicate"),
+    ],
+)
+def test_mistakes_are_told(cli, args, code, words):
+    done = cli(*args)
+    assert done.returncode == code and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
+
+
+def test_help_goes_to_stdout(cli):
+    done = cli("--help")
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: perilune sandbox") and done.stderr == b""
+
+
+def test_an_image_folder_and_a_tree(cli, tmp_path):
+    image, tree = tmp_path / "image", tmp_path / "tree,with:odd name"
+    for name in ("usr", "bin", "sbin", "lib", "lib64"):
+        if Path("/", name).is_symlink():
+            (image / name).parent.mkdir(exist_ok=True)
+            (image / name).symlink_to(os.readlink(f"/{name}"))
+    (image / "etc").mkdir(parents=True)
+    (image / "etc/motd").write_text("image\n")
+    tree.mkdir()
+    (tree / "data").write_text("tree\n")
+    script = f"cat /etc/motd '{tree}/data'; echo x > '{tree}/data'; echo y > /etc/motd; ls /etc"
+    done = cli(
+        "run", "--image", str(image), "--tree", "/usr", "--tree", str(tree), "--", "/usr/bin/env", "sh", "-c", script
+    )
+    assert (done.stdout, done.stderr) == (b"image\ntree\nmotd\n", b"")
+    assert (tree / "data").read_text() == "tree\n" and (image / "etc/motd").read_text() == "image\n"
+
+
+def test_a_stopped_run_leaves_nothing(cli, home):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perilune", "sandbox", "run", "--", "sh", "-c", "echo up; sleep 1000"],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert told(cli("ps", "--json"))["sandboxes"] == []
+
+
+def test_shell_is_a_terminal_in_the_sandbox(home):
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ["PERILUNE_SANDBOX_HOME"] = str(home)
+        os.execv(sys.executable, [sys.executable, "-m", "perilune", "sandbox", "shell", "--name", "sh"])
+    seen = b""
+
+    def until(words: bytes) -> None:
+        nonlocal seen
+        while words not in seen:
+            assert select.select([master], [], [], 60)[0], seen
+            try:
+                seen += os.read(master, 4096)
+            except OSError:
+                break
+        assert words in seen, seen
+
+    until(b"# ")
+    os.write(master, b"tty; stty size; echo $((6*7)) > /workspace/n; exit 5\n")
+    until(b"/dev/pts/0")
+    until(b"kept: sh")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    os.close(master)
+    done = subprocess.run(
+        [sys.executable, "-m", "perilune", "sandbox", "resume", "sh", "--", "cat", "/workspace/n"],
+        capture_output=True, timeout=120, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
+    )  # fmt: skip
+    assert done.stdout == b"42\n"
