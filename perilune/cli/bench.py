@@ -15,18 +15,20 @@ from perilune.errors import ConfigError
 if TYPE_CHECKING:
     from perilune.bench.harness import Row
 
-SUITES = ("kernels", "train", "formats")
+SUITES = ("kernels", "train", "formats", "cache")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """perilune bench {kernels,train,formats}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
+    """perilune bench {kernels,train,formats,cache}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
 
     Attributes:
         device: cpu | cuda.
         ops: kernels only: which operations; empty = all.
         peer: train only: transformers | none.
         experts: formats only: routed experts of a layer; more of them make a larger checkpoint.
+        policies: cache only: retention policies to compare, dense | tail | turns | second-hit | interval:N, or joined by +;
+            all = each of them and the default.
         budget: seconds after which no further row is begun; the next call goes on. 0 = all rows.
         results: .jsonl file to continue from and to append to; empty = benchmarks/results/SUITE-DEVICE.jsonl here.
         threads: CPU threads; 0 = all cores that this process may use.
@@ -37,6 +39,7 @@ class BenchFlags:
     ops: tuple[str, ...] = ()
     peer: str = "transformers"
     experts: int = 8
+    policies: tuple[str, ...] = ("all",)
     budget: float = 0.0
     results: Path | None = None
     threads: int = 0
@@ -53,6 +56,10 @@ def _measure(suite: str, flags: BenchFlags, results: Path, on_row: Callable[[Row
         from perilune.bench import formats
 
         return formats.run(flags.device, budget, flags.experts, results=results, on_row=on_row)
+    if suite == "cache":
+        from perilune.bench import cache
+
+        return cache.run(flags.device, budget, flags.policies, results=results, on_row=on_row)
     from perilune.bench import train
 
     return train.run(flags.device, budget, flags.peer, results=results, on_row=on_row)
@@ -88,4 +95,9 @@ def _line(row: Row) -> str:
         text += f"   bound {row.bound_ms:.3f} ms"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
+    if "saved_share" in row.extra:
+        text += f"   saved {row.extra['saved_share']:.1%} of {row.extra['ideal_share']:.1%} prompt tokens"
+        text += (
+            f" (by recency {row.extra['saved_share_recency']:.1%}), {row.extra['checkpoints_created']:.0f} checkpoints"
+        )
     return text
