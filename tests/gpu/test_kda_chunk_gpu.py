@@ -234,6 +234,23 @@ def test_repeatable_and_every_element_written(versions: None) -> None:
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
+@pytest.mark.parametrize("poisoned", LOW)
+@pytest.mark.parametrize("bounded", [True, False])
+def test_nan_reaches_the_outputs_and_stays_in_its_sequence(poisoned: str, bounded: bool, versions: None) -> None:
+    """The interpreter's maximum keeps a NaN either way; a GPU's only where it is told to."""
+    inputs = make(1, 200, 2, 2, sequences=2)
+    inputs[poisoned][:, 5] = float("nan")
+    options = (BOUNDED if bounded else IN_KERNEL) | {
+        "cu_seqlens": torch.tensor([0, 70, 200]),
+        "output_final_state": True,
+    }
+    with torch.no_grad():
+        o, state = chunk_kda(**inputs, **options)
+    assert torch.isnan(o[:, 5]).all(), "hidden"
+    assert torch.isfinite(o[:, 70:]).all() and torch.isfinite(state[1]).all(), "reached the other sequence"
+    assert poisoned == "q" or torch.isnan(state[0]).any(), "lost on the way to the state"
+
+
 def test_strided_inputs_between_nan() -> None:
     inputs = make(1, 300, 2, 2)
     packed = torch.full((1, 300, 2, 640), float("nan"), device="cuda", dtype=torch.bfloat16)

@@ -184,6 +184,21 @@ def test_every_element_of_the_buffers_is_written(poisoned_memory: None, versions
     assert all(torch.equal(got[n], again[n]) for n in got), "not repeatable"
 
 
+@pytest.mark.parametrize("poisoned", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_nan_reaches_the_outputs_and_stays_in_its_sequence(poisoned: str, bounded: bool, versions: None) -> None:
+    inputs = {n: x.float() for n, x in raw_inputs(1, 24, 1, 1, 32, 16, sequences=2).items()}
+    inputs[poisoned][:, 5] = float("nan")
+    options = (BOUNDED if bounded else IN_KERNEL) | {
+        "cu_seqlens": torch.tensor([0, 10, 24]),
+        "output_final_state": True,
+    }
+    o, state = chunk_kda(**inputs, **options)
+    assert torch.isnan(o[:, 5]).all(), "hidden"
+    assert torch.isfinite(o[:, 10:]).all() and torch.isfinite(state[1]).all(), "reached the other sequence"
+    assert poisoned == "q" or torch.isnan(state[0]).any(), "lost on the way to the state"
+
+
 def test_no_tokens_leave_the_state_as_it_is() -> None:
     inputs = {n: x.float() for n, x in raw_inputs(1, 0, 1, 1, 32, 16).items()}
     o, state = chunk_kda(**inputs, output_final_state=True, **BOUNDED)

@@ -38,13 +38,13 @@ def log2_decay(z, bias, rate, lower_bound, GATE: tl.constexpr):
     rate = exp(A_log), a number; bias broadcasts to z.
     """
     if GATE == 0:
-        return tl.maximum(z * LOG2E, LEAST_LOG2)
+        return tl.maximum(z * LOG2E, LEAST_LOG2, propagate_nan=tl.PropagateNan.ALL)
     if GATE == 1:  # the exponent is one multiply-add of z
         c = -LOG2E * rate
         return (lower_bound * LOG2E) * reciprocal(1.0 + exp2(z * c + bias * c))
     x = z + bias
     softplus = tl.maximum(x, 0.0) * LOG2E + tl.log2(1.0 + exp2(-LOG2E * tl.abs(x)))
-    return tl.maximum(-rate * softplus, LEAST_LOG2)
+    return tl.maximum(-rate * softplus, LEAST_LOG2, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -69,7 +69,8 @@ def load_decay(
     bias = tl.zeros([D], tl.float32)
     if HAS_BIAS:
         bias = tl.load(dt_bias + tl.arange(0, D)).to(tl.float32)
-    decay = tl.maximum(log_decay(z, rate, bias, lower_bound, GATE), CLOSED)
+    decay = log_decay(z, rate, bias, lower_bound, GATE)
+    decay = tl.maximum(decay, CLOSED, propagate_nan=tl.PropagateNan.ALL)
     return tl.where((tl.arange(0, ROWS) < count)[:, None], decay, 0.0)
 
 
