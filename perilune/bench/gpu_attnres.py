@@ -19,7 +19,8 @@ from torch import Tensor
 from perilune.bench.gpu_decode import make_row, report
 from perilune.bench.harness import Row
 from perilune.errors import ConfigError
-from perilune.ops.attnres import merge, mix, phase_one, read
+from perilune.ops.attnres import merge, mix, phase_one, read, triton_mix
+from perilune.ops.choice import force
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.short_conv import short_conv
 from perilune.ops.situ_glu import situ_glu
@@ -90,6 +91,19 @@ def reads(bank: int) -> list[Row]:
     return rows
 
 
+def overlapped(bank: int) -> list[Row]:
+    """Forward and backward with the other form of the backward kernel."""
+    inputs = [_normal(WIDTH, dtype=torch.float32) / 85, *(_normal(TOKENS, WIDTH) for _ in range(bank + 1))]
+    chosen = triton_mix.OVERLAP
+    try:
+        triton_mix.OVERLAP = True
+        call = _gradients(lambda c, *sources: mix(sources, c, EPS), inputs)
+        shape, traffic = f"n={bank} T={TOKENS} D={WIDTH} bf16", (3 * bank + 5) * 2 * TOKENS * WIDTH
+        return [make_row(f"attnres_n{bank}_fwdbwd_overlap", shape, [call], traffic)]
+    finally:
+        triton_mix.OVERLAP = chosen
+
+
 def two_phases(bank: int) -> list[Row]:
     """A block's reads by two phases; the peer is as many single reads of ours."""
     unit, shape = 2 * TOKENS * WIDTH, f"n={bank} T={TOKENS} D={WIDTH} bf16, {SITES} reads"
@@ -97,7 +111,7 @@ def two_phases(bank: int) -> list[Row]:
     blocks, live = [_normal(TOKENS, WIDTH) for _ in range(bank)], _normal(TOKENS, WIDTH)
 
     def ours() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), force("triton"):
             partial = phase_one(blocks, weights, EPS)
             for site in range(SITES):
                 merge(partial, site, live)
@@ -138,7 +152,7 @@ def run(results: Path | None = None) -> list[Row]:
     if not torch.cuda.is_available():
         raise ConfigError("these rows need a CUDA device; torch sees none")
     rows = []
-    for part in (lambda: reads(8), lambda: reads(3), lambda: two_phases(8), elementwise):
+    for part in (lambda: reads(8), lambda: reads(3), lambda: overlapped(8), lambda: two_phases(8), elementwise):
         for row in part():
             report(row, results)
             rows.append(row)

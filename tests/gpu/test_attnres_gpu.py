@@ -125,11 +125,13 @@ def test_t08_a_finished_block_stays_as_it_is() -> None:
 def test_two_phases(count: int, shape: tuple[int, ...], sites: int, dtype: torch.dtype) -> None:
     bank, live, *_ = case(count, shape, dtype, False, False)
     score_weights = torch.randn(sites, shape[-1], device="cuda") * shape[-1] ** -0.5
-    partial = phase_one(bank, score_weights, EPS)
+    with force("triton"):
+        partial = phase_one(bank, score_weights, EPS)
+        got = [merge(partial, site, live) for site in range(sites)]
     assert partial.acc.dtype == dtype
     for site in range(sites):
         truth = mix_reference([x.double() for x in (*bank, live)], score_weights[site].double(), EPS)
-        assert relative_error(merge(partial, site, live), truth) < (2e-5 if dtype == torch.float32 else 6e-3)
+        assert relative_error(got[site], truth) < (2e-5 if dtype == torch.float32 else 6e-3)
 
 
 def test_agrees_with_the_torch_form() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.attnres.mixing import select as select_mix
-from perilune.ops.choice import Choice
+from perilune.ops.choice import Choice, forced
 
 
 class PartialMix(NamedTuple):
@@ -43,6 +43,8 @@ def select(bank: Sequence[Tensor], *others: Tensor) -> Choice:
     choice = select_mix(bank)
     if choice.implementation != "triton":
         return Choice("torch", choice.reason if choice.implementation == "torch" else "two phases have no such form")
+    if forced() != "triton":
+        return Choice("torch", "plain torch: the Triton form of two phases has not been run on a GPU yet; force it to")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*bank, *others)):
         return Choice("torch", "plain torch: the Triton form of two phases has no gradients")
     return choice
