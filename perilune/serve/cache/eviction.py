@@ -76,7 +76,8 @@ class EvictionQueue:
     def offer_page(self, page: int) -> None:
         """Make the ends of prefixes in a page candidates, as far as they are."""
         for node in self._trie.of_page.get(page, ()):
-            self.offer(node)
+            if node.is_loose:
+                self.offer(node)
 
     def offer(self, node: Node) -> None:
         """Make the end of a prefix a candidate if it is one."""
