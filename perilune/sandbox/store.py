@@ -30,6 +30,8 @@ FORMAT = 1
 SYNCS = ("none", "batch", "full")
 """none: the kernel writes when it likes (a power cut may cost the snapshot, and a reader will notice). batch: one flush of the file
 system before a snapshot is published. full: every blob and folder is synced by itself."""
+AHEAD = 1 << 20
+"""Bytes that a writer counts in advance; what it does not use it gives back, and what a killed one had is freed by `collect`."""
 SMALL = 512
 """Bytes of a file system block: what a blob is counted as at least."""
 
@@ -74,7 +76,8 @@ class Batch:
 
     store: Store
     new_bytes: int = 0
-    fresh: list[Path] = field(default_factory=list)
+    credit: int = 0
+    fresh: list[str] = field(default_factory=list)
 
     def put(self, data: bytes) -> str:
         """Store a blob unless it is there; returns its name.
@@ -83,15 +86,27 @@ class Batch:
             StoreFull: it would pass the store's limit, or the disk is full.
         """
         name = layer.digest(data)
-        path = self.store.blob_path(name)
+        path = f"{self.store.root}/blobs/{name[:2]}/{name[2:]}"
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size == len(data):
+            if os.stat(path).st_size == len(data):
                 return name
-        self.store.reserve(max(len(data), SMALL))
+        size = max(len(data), SMALL)
+        if self.credit < size:
+            self._borrow(size)
+        self.credit -= size
         self.store.write_file(path, data)
         self.new_bytes += len(data)
         self.fresh.append(path)
         return name
+
+    def _borrow(self, size: int) -> None:
+        """Count bytes against the limit ahead of their use, so that not every blob takes the lock."""
+        with contextlib.suppress(StoreFull):
+            self.store.reserve(size + AHEAD)
+            self.credit += size + AHEAD
+            return
+        self.store.reserve(size - self.credit)
+        self.credit = size
 
     def publish(self, snapshot: Snapshot) -> None:
         """Make the snapshot exist, after everything that it names is written (and synced, as the store is told to)."""
@@ -102,7 +117,7 @@ class Batch:
             finally:
                 os.close(fd)
         elif self.store.sync == "full":
-            for folder in {path.parent for path in self.fresh} | {self.store.root / "blobs"}:
+            for folder in {os.path.dirname(path) for path in self.fresh} | {f"{self.store.root}/blobs"}:
                 _sync_folder(folder)
         body = json.dumps(asdict(snapshot), sort_keys=True)
         text = f"{body}\n{layer.digest(body.encode())}\n"
@@ -127,7 +142,7 @@ class Store:
         for name in ("blobs", "snapshots", "tmp"):
             (root / name).mkdir(parents=True, exist_ok=True)
         os.chmod(root, 0o700)
-        self._prefixes: set[str] = set()
+        self._folders: set[str] = set()
 
     def blob_path(self, name: str) -> Path:
         """Where a blob lies."""
@@ -156,15 +171,21 @@ class Store:
     def writing(self) -> Iterator[Batch]:
         """Write blobs and publish; keeps collection away meanwhile."""
         with self._locked(fcntl.LOCK_SH):
-            yield Batch(self)
+            batch = Batch(self)
+            try:
+                yield batch
+            finally:
+                if batch.credit:
+                    self.reserve(-batch.credit)
 
-    def write_file(self, path: Path, data: bytes, *, sync: bool | None = None) -> None:
+    def write_file(self, path: str | Path, data: bytes, *, sync: bool | None = None) -> None:
         """Write under a temporary name and rename, so that a reader sees all of it or nothing."""
-        temporary = self.root / "tmp" / secrets.token_hex(12)
+        temporary = f"{self.root}/tmp/{secrets.token_hex(12)}"
         try:
-            if path.parent.name not in self._prefixes:
-                path.parent.mkdir(exist_ok=True)
-                self._prefixes.add(path.parent.name)
+            folder = os.path.dirname(path)
+            if folder not in self._folders:
+                os.makedirs(folder, exist_ok=True)
+                self._folders.add(folder)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 view = memoryview(data)
@@ -183,15 +204,15 @@ class Store:
             ) from error
 
     def reserve(self, count: int) -> None:
-        """Count bytes against the limit of the store, over all processes. Raises StoreFull."""
+        """Count bytes against the limit of the store, over all processes; less than zero gives back. Raises StoreFull."""
         with self._locked(fcntl.LOCK_EX, "usage") as fd:
             used = int(os.pread(fd, 32, 0) or b"0")
-            if used + count > self.max_bytes:
+            if count > 0 and used + count > self.max_bytes:
                 raise StoreFull(
                     f"the snapshot store {self.root} holds {used} bytes and may hold {self.max_bytes}; "
                     f"{count} more do not fit. Remove snapshots (perilune sandbox rm), which frees what no other one uses"
                 )
-            os.pwrite(fd, b"%-31d" % (used + count), 0)
+            os.pwrite(fd, b"%-31d" % max(0, used + count), 0)
 
     def used_bytes(self) -> int:
         """Bytes counted against the limit."""
@@ -316,7 +337,7 @@ class Store:
         return found
 
 
-def _sync_folder(path: Path) -> None:
+def _sync_folder(path: str | Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -33,17 +33,19 @@ def run_agent(request: dict[str, Any], control: socket.socket) -> None:
     sys.meta_path.clear()
     sys.path_hooks.clear()
     sys.path.clear()
+    # The agent needs no more than its guest may have, and what it starts inherits it.
+    linux.drop_privileges()
     linux.set_dumpable(False)
-    filter_program = seccomp.program(linux.machine())
-    wire.send(control, {"ready": request["generation"], "seccomp": filter_program is not None})
-    _Agent(request, control, uppers, filter_program).serve()
+    program = seccomp.program(linux.machine())
+    if program is not None:
+        linux.install_filter(program)
+    wire.send(control, {"ready": request["generation"], "seccomp": program is not None})
+    _Agent(request, control, uppers).serve()
 
 
 class _Agent:
-    def __init__(
-        self, request: dict[str, Any], control: socket.socket, uppers: list[int], filter_program: bytes | None
-    ) -> None:
-        self.request, self.control, self.uppers, self.filter = request, control, uppers, filter_program
+    def __init__(self, request: dict[str, Any], control: socket.socket, uppers: list[int]) -> None:
+        self.request, self.control, self.uppers = request, control, uppers
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self.pts = os.open("/dev/pts", os.O_RDONLY | os.O_DIRECTORY)
         self.running: dict[int, socket.socket] = {}
@@ -139,7 +141,7 @@ class _Agent:
             if message.get("terminal"):
                 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
             self._become_prey()
-            commands.become_guest(self.request, self.filter)
+            commands.set_limits(self.request)
             if "command" in message:
                 code = commands.run_file_command(message)
             else:

@@ -1,4 +1,4 @@
-"""What a child of the agent does: become a guest process, then run a program or read, write and list files as the guest would.
+"""What a child of the agent does: take a guest's limits, then run a program or read, write and list files as the guest would.
 
 File access runs with the guest's privileges under the guest's root, so no link or mount of the guest can lead it elsewhere.
 """
@@ -15,15 +15,15 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from perilune.sandbox.guest import linux, wire
+from perilune.sandbox.guest import wire
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """Exit codes of a program that cannot be started, as shells give them."""
 CONNECT_SECONDS = 5.0
 
 
-def become_guest(request: dict[str, Any], filter_program: bytes | None) -> None:
-    """Limits, signals, privileges and system-call filter of a guest process; not to be undone."""
+def set_limits(request: dict[str, Any]) -> None:
+    """Signals and resource limits of a guest process; its privileges and its filter are those of the agent already."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):  # Those that Python has changed.
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -33,9 +33,6 @@ def become_guest(request: dict[str, Any], filter_program: bytes | None) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     os.umask(0o022)
-    linux.drop_privileges()
-    if filter_program is not None:
-        linux.install_filter(filter_program)
 
 
 def execute(argv: list[str], env: dict[str, str], cwd: str) -> int:

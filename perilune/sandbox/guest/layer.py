@@ -28,8 +28,8 @@ _OPAQUE = "user.overlay.opaque"
 
 
 def digest(data: bytes) -> str:
-    """Name of a blob: blake2b with 256 bits, hexadecimal."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+    """Name of a blob: SHA-256, hexadecimal; where the processor has instructions for it, twice as fast as blake2b."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def place(path: str, trees: Sequence[str]) -> tuple[int, str]:

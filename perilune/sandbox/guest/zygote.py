@@ -9,6 +9,7 @@ with process 1 the whole process namespace.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -28,6 +29,10 @@ def serve(fd: int) -> None:
 
     A request is the sandbox's description (`drivers/proc.py` writes it) with the agent's end of its control socket.
     """
+    # Objects that live for good stay out of the collector's way, so that a fork's memory remains shared.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     requests = socket.socket(fileno=fd)
     owner = os.getppid()
     # Keepers are never waited for.
