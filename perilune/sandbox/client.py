@@ -93,7 +93,7 @@ class Execution:
                     pass
                 done = self.process.finish()
             except GuestLost:
-                self.sandbox._lost()
+                self.sandbox._lost(self._machine)
                 raise
             finally:
                 self.close()
@@ -144,14 +144,14 @@ class Sandbox:
     def _during(self, state: State, after: State) -> Iterator[Machine]:
         """A transitional state; a failure leads back to where it came from, a lost guest to the end."""
         with self._lock:
-            before = self.state
+            before, machine = self.state, self._machine
             self._go(state)
         try:
-            assert self._machine is not None, "a sandbox in this state has a machine"
-            yield self._machine
+            assert machine is not None, "a sandbox in this state has a machine"
+            yield machine
         except BaseException as error:
-            if isinstance(error, GuestLost):
-                self._lost()
+            if isinstance(error, GuestLost) and machine is not None:
+                self._lost(machine)
             elif self.state is state:
                 self._go(before)
             raise
@@ -164,9 +164,10 @@ class Sandbox:
                 raise TransitionError(self.name, self.state, call)
             return self._machine
 
-    def _lost(self) -> None:
+    def _lost(self, machine: Machine) -> None:
+        """The machine has ended. What an earlier life of this sandbox left behind says nothing of the present one."""
         with self._lock:
-            if self.state in (State.KILLING, State.DEAD):
+            if self.state in (State.KILLING, State.DEAD) or machine is not self._machine:
                 return
             self._go(State.KILLING)
             self._end_machine()
@@ -231,7 +232,7 @@ class Sandbox:
             try:
                 process = machine.start(argv, self._variables(env, secrets), cwd)
             except GuestLost:
-                self._lost()
+                self._lost(machine)
                 raise
             running = Running(
                 process, b"" if isinstance(stdin, int) else stdin, time.monotonic() + seconds, limits.output_bytes,
@@ -278,7 +279,7 @@ class Sandbox:
         try:
             return machine.file_command(command, arguments, data)
         except GuestLost:
-            self._lost()
+            self._lost(machine)
             raise
 
     def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
@@ -299,7 +300,12 @@ class Sandbox:
 
     def connect(self, port: int) -> socket.socket:
         """A connection to a port of the guest; works without any network between host and guest."""
-        return self._running("connect").connect(port)
+        machine = self._running("connect")
+        try:
+            return machine.connect(port)
+        except GuestLost:
+            self._lost(machine)
+            raise
 
     def checkpoint(self) -> Snapshot:
         """Save the sandbox while it runs on (it stands still meanwhile). Only what the store does not have is written.
@@ -409,7 +415,7 @@ class Sandbox:
                 self._begin(self.owner.checked(self.snapshot).layer)
             except BaseException as error:
                 if isinstance(error, GuestLost) and self._machine is not None:
-                    self._lost()
+                    self._lost(self._machine)
                 else:
                     self._go(State.PAUSED)
                 raise

@@ -13,6 +13,7 @@ import pytest
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox import Output, Sandbox, Sandboxes, State
+from perilune.sandbox.drivers import running
 from perilune.sandbox.protocol import GuestFileError, GuestLost, SecretInSnapshot, TransitionError
 
 DEADLINE = 30.0
@@ -78,6 +79,20 @@ def test_output_comes_while_the_program_runs(box):
     assert (result.code, result.stdout) == (0, b"first\nsecond\n")
     os.close(read)
     os.close(write)
+
+
+def test_output_that_is_unread_at_the_end_is_neither_lost_nor_doubled(box, monkeypatch):
+    """The command has ended before its second piece is read."""
+    monkeypatch.setattr(running, "PIECE", 1000)
+    execution = box.start(["sh", "-c", "seq 10000; seq 5 >&2"], timeout=DEADLINE)
+    outputs = iter(execution)
+    first = next(outputs)
+    assert select.select([execution.process.status_fd()], [], [], DEADLINE)[0]
+    rest = list(outputs)
+    result = execution.result()
+    wanted = "".join(f"{number}\n" for number in range(1, 10001)).encode()
+    assert result.stdout == wanted and result.stderr == b"1\n2\n3\n4\n5\n"
+    assert b"".join(output.data for output in [first, *rest] if output.stream == "stdout") == wanted
 
 
 def test_output_beyond_the_limit_is_counted_and_dropped(box):
@@ -291,9 +306,8 @@ def test_a_command_of_an_ended_life_is_lost_and_not_answered_by_the_next(box):
     box.pause()
     box.resume()
     with pytest.raises(GuestLost):
-        execution.process.finish()
-    execution.close()
-    assert sh(box, "echo alive") == "alive\n"
+        execution.result()
+    assert sh(box, "echo alive") == "alive\n" and box.state is State.RUNNING
 
 
 def test_pause_in_memory_stops_time_for_the_guest(box):

@@ -106,6 +106,10 @@ class ProcDriver:
             DriverUnavailable: the kernel refused a namespace or a mount (which one is said).
             SandboxError: a stored blob is damaged.
         """
+        if sys.platform != "linux":
+            raise DriverUnavailable(
+                f"proc needs Linux; this is {sys.platform}. In a Linux virtual machine or container it works"
+            )
         base = self.folder / "mount"
         base.mkdir(parents=True, exist_ok=True)
         group = Group(f"perilune-{sandbox}-{generation[:8]}", spec.limits)

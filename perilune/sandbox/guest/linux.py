@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import struct
+import sys
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -23,9 +24,10 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
-_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-_libc.syscall.restype = ctypes.c_long
+if sys.platform == "linux":
+    _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+    _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    _libc.syscall.restype = ctypes.c_long
 
 
 def _checked(result: int, call: str) -> None:
@@ -104,5 +106,7 @@ def install_filter(program: bytes) -> None:
 
 
 def sync_file_system(fd: int) -> None:
-    """Flush the whole file system that `fd` is on."""
+    """Flush the whole file system that `fd` is on, or all where there is no call for one."""
+    if sys.platform != "linux":
+        return os.sync()
     _checked(_libc.syncfs(fd), "syncfs")
