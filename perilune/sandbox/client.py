@@ -72,6 +72,12 @@ class Execution:
     def __iter__(self) -> Iterator[Output]:
         return self._outputs
 
+    def __enter__(self) -> Execution:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def kill(self) -> None:
         """End it and what it started; its result still comes."""
         self.running.kill()
