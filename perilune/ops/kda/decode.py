@@ -55,6 +55,8 @@ def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     if wanted in ("reference", "torch"):
         return Choice("torch", "demanded by PERILUNE_OPS or force()")
     place = device.type if isinstance(device, torch.device) else torch.device(device).type
+    if place != "cpu" and wanted == "native":
+        return Choice("torch", f"plain torch: the native kernel runs on the CPU, not on {place}")
     if place != "cpu" or wanted == "triton":
         obstacle = triton_obstacle(torch.device(device), dtype)
         return _TRITON if obstacle is None else Choice("torch", f"plain torch: {obstacle}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
 from perilune.ops.kda import triton_forms
-from perilune.ops.kda.decode import kda_decode_step
+from perilune.ops.kda.decode import kda_decode_step, select
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
@@ -195,6 +195,15 @@ def test_saturated_gates_are_finite(logit: float, lower_bound: float | None) -> 
     )
     assert got.isfinite().all() and args["state_BHVK"].isfinite().all()
     assert float((got.double() - truth).abs().max()) < 1e-5
+
+
+def test_select_says_why() -> None:
+    with force("triton"):
+        assert select("cpu", torch.float16).implementation == "triton"
+        assert "not float64" in select("cpu", torch.float64).reason
+    with force("native"):
+        assert select("cuda", torch.float32) == ("torch", "plain torch: the native kernel runs on the CPU, not on cuda")
+    assert "not on meta" in select("meta", torch.float32).reason
 
 
 def test_a_layout_that_the_kernel_does_not_read_takes_the_torch_form() -> None:
