@@ -167,3 +167,25 @@ def test_select_names_what_a_step_runs() -> None:
     with force("torch"):
         choice = select("cpu", torch.float32)
     assert choice.implementation == "torch" and "decode step a token" in choice.reason
+
+
+@pytest.mark.parametrize("implementation", ["torch", "native"])
+def test_a_decode_step_on_a_pool_touches_the_named_slots_alone(implementation: str) -> None:
+    case = make_case(batch=3, heads=1, key_dim=8, value_dim=6, taps=4, pending=1, length=1, slots=5)
+    qkv, decay, beta = case["new"].token(0)
+
+    def decode(index: Tensor | None, rows: list[int], state: Tensor, window: Tensor) -> Tensor:
+        with force(implementation):
+            return kda_decode_step(
+                qkv[rows], case["conv_weight"], window, decay[rows], case["A_log"], case["dt_bias"], beta[rows],
+                case["gate"][rows, 0], case["norm_weight"], state, **case["numbers"], index_B=index,
+            )  # fmt: skip
+
+    state, window = case["state"].clone(), case["window"].clone()
+    assert (decode(torch.tensor([-1, -1, -1]), [0, 1, 2], state, window) == 0).all()
+    assert torch.equal(state, case["state"]) and torch.equal(window, case["window"])
+    got = decode(torch.tensor([4, -1, 2]), [0, 1, 2], state, window)
+    plain_state, plain_window = case["state"][[4, 2]], case["window"][[4, 2]]
+    assert torch.equal(got[[0, 2]], decode(None, [0, 2], plain_state, plain_window)) and (got[1] == 0).all()
+    assert torch.equal(state[[4, 2]], plain_state) and torch.equal(window[[4, 2]], plain_window)
+    assert torch.equal(state[[0, 1, 3]], case["state"][[0, 1, 3]])
