@@ -10,7 +10,7 @@ from symbolic_engine import SHAPE
 
 from perilune.config.presets import k2_nano
 from perilune.errors import ConfigError
-from perilune.serve.cache import HybridCache, RootKey, TokenChain, cache_geometry
+from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain, cache_geometry
 from perilune.serve.cache.block_pool import BlockPool
 
 
@@ -68,6 +68,40 @@ def test_crowded_checkpoints_are_thinned():
     assert max(b - a for a, b in zip([0, *left], left)) <= 12
 
 
+def test_the_end_of_a_prefix_outlives_its_inside():
+    """Checkpoints at 8, 16 and 24 save 8 tokens each, the one at the end only 4: but that is where the next turn comes."""
+    bench = Bench(pages=40, policy="interval:8")
+    bench.serve("a", text(0, 29))
+    assert depths(bench) == [8, 16, 24, 28]
+    squeeze(bench, bench.cache.metrics().free + 1)
+    assert len(depths(bench)) == 3 and depths(bench)[-1] == 28
+
+
+def test_a_junction_outlives_a_message_end():
+    """Neither was ever hit, but the one has been seen twice."""
+    bench, seen_twice, once = Bench(pages=60), text(0, 28), text(200, 28)
+    for name, prompt, ends in (
+        ("a", seen_twice + text(50, 9), ()), ("b", seen_twice + text(70, 9), ()), ("c", once + text(90, 9), (28,))
+    ):  # fmt: skip
+        bench.serve(name, prompt, ends)
+    assert bench.resume([*seen_twice, 7]) == bench.resume([*once, 7]) == 28
+    while bench.resume([*once, 7]):
+        assert bench.resume([*seen_twice, 7]) == 28
+        squeeze(bench, bench.cache.metrics().free + 1)
+    assert bench.resume([*seen_twice, 7]) == 28
+
+
+def test_what_is_not_used_grows_old():
+    """A long prefix saves more than any other, but nobody comes back to it."""
+    bench = Bench(pages=40)
+    bench.serve("long", text(0, 61))
+    for number in range(1, 60):
+        bench.serve(f"r{number}", text(100 * number, 25))
+        if not bench.resume(text(0, 61)):
+            break
+    assert 3 < number < 59, "it outlived some, not all"
+
+
 def test_what_is_hit_often_stays():
     bench = Bench(pages=60)
     for number in range(4):
@@ -96,9 +130,11 @@ def test_a_checkpoint_goes_with_all_its_groups():
     assert after.free == before.free + SHAPE.groups and after.state_cached == 0 == bench.resume(text(0, 25))
 
 
-def test_requests_that_enter_units_by_turns_leave_no_page_behind():
-    """One page names units 1 and 3 of a prefix, another unit 2: both come free."""
+@pytest.mark.parametrize("hot", [False, True])
+def test_requests_that_enter_units_by_turns_leave_no_page_behind(hot):
+    """One page names units 1 and 3 of a prefix, another unit 2: both come free, and not after what was used later."""
     bench, prompt = Bench(pages=40), text(0, 13)
+    bench.cache = HybridCache(SHAPE, 40, Retention.parse("tail"), "recency")
     for name in "ab":
         bench.admit(name, prompt)
     for name, count in (("a", 4), ("b", 8), ("a", 8)):
@@ -107,8 +143,13 @@ def test_requests_that_enter_units_by_turns_leave_no_page_behind():
     assert pages[4] == pages[12] != pages[8]
     for name in "ab":
         bench.cache.release(name)
-    squeeze(bench, 40)
-    assert bench.cache.metrics().free == 40
+    if hot:
+        bench.serve("hot", text(100, 25))
+        squeeze(bench, 40 - 3 - 2 * SHAPE.groups + 1)  # 3 pages and a checkpoint each for the first and the hot prefix
+        assert bench.resume(text(100, 25)) == 24
+    else:
+        squeeze(bench, 40)
+        assert bench.cache.metrics().free == 40
 
 
 def test_a_page_in_use_does_not_block_what_hangs_between():

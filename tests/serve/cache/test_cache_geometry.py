@@ -157,7 +157,10 @@ def test_tokens_move_to_pages_of_another_size(there, here, end, start):
         tokens(target, np.full_like(content, 1) * (np.arange(end) >= start)[:, None]) == 1, wanted, 255
     )
     found = np.full_like(wanted, 255)
-    moved = carry_out(token_moves(source, target, start, end), tokens(source, content), found)
+    moves = list(token_moves(source, target, start, end))
+    moved = carry_out(moves, tokens(source, content), found)
+    senders = {move.source_rank for move in moves}
+    assert senders == set(range(min(there, here) if start < end else 0)), "the load is spread"
     assert moved == here * 2 * (end - start) * 3 and np.array_equal(found, wanted)
 
 

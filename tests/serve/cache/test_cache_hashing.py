@@ -71,7 +71,11 @@ def test_images_come_with_their_pads_in_any_pieces():
     ids, images = list(range(20)), [image(3), image(9, b"second"), image(10, b"third")]
     whole = TokenChain(ROOT, 4, ids, images[::-1]).digests
     chain = TokenChain(ROOT, 4, ids[:9], images[:1])
+    twin = chain.copy()
+    twin.extend(ids[9:], [image(9, b"another"), images[2]])
+    assert twin.digests[:2] == whole[:2] and twin.digests[2] != whole[2]
     chain.extend(ids[9:10], images[1:2])
+    chain.copy().extend(ids[10:], images[2:])
     chain.extend(ids[10:], images[2:])
     assert chain.digests == whole
     with pytest.raises(RequestError, match="begins at token 3, but the tokens that came with it are 20 to 20"):

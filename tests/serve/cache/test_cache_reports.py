@@ -104,6 +104,21 @@ def test_events_tell_a_router_what_is_cached():
     assert bench.cache.store.make_room(60) and not seen
 
 
+BREAKAGES = {
+    "a holder too many": lambda store, lease, marked, end: store.pool.hold(lease.pages[0]),
+    "a page freed in use": lambda store, lease, marked, end: store.pool._free.append(lease.pages[0]),
+    "a binding lost": lambda store, lease, marked, end: store.pool._bindings.__setitem__(end.page, 99),
+    "a checkpoint of another prefix": lambda store, lease, marked, end: setattr(marked.checkpoint, "depth", 3),
+    "a group missing": lambda store, lease, marked, end: setattr(
+        marked.checkpoint, "pages", marked.checkpoint.pages[:-1]
+    ),
+    "a parent gone": lambda store, lease, marked, end: store.trie.nodes.pop(end.parent.digest),
+    "a user forgotten": lambda store, lease, marked, end: setattr(end, "users", 1),
+    "a page twice in a table": lambda store, lease, marked, end: lease.pages.append(lease.pages[0]),
+    "an evictable page miscounted": lambda store, lease, marked, end: setattr(store.pool, "evictable", 99),
+}
+
+
 def planted(name):
     """A cache with running requests, in which one thing has been broken."""
     driver = Driver(5, pages=60)
@@ -115,27 +130,13 @@ def planted(name):
     ):
         driver.step()
     driver.check()
-    lease = next(iter(cache._leases.values()))
-    node = next(iter(store.checkpoints.values()))
-    leaf = next(n for n in store.trie.nodes.values() if n.is_loose and n.depth > 4)
-    breakages = {
-        "a holder too many": lambda: store.pool.hold(lease.pages[0]),
-        "a page freed in use": lambda: store.pool._free.append(lease.pages[0]),
-        "a binding lost": lambda: store.pool._bindings.__setitem__(leaf.page, store.pool._bindings[leaf.page] + 1),
-        "a checkpoint of another prefix": lambda: setattr(node.checkpoint, "depth", node.depth + 4),
-        "a group missing": lambda: setattr(node.checkpoint, "pages", node.checkpoint.pages[:-1]),
-        "a parent gone": lambda: store.trie.nodes.pop(leaf.parent.digest),
-        "a user forgotten": lambda: setattr(leaf, "users", 1),
-        "a page twice in a table": lambda: lease.pages.append(lease.pages[0]),
-        "an evictable page miscounted": lambda: setattr(store.pool, "evictable", store.pool.evictable + 1),
-    }
-    if name:
-        breakages[name]()
-        return cache
-    return list(breakages)
+    lease, marked = next(iter(cache._leases.values())), next(iter(store.checkpoints.values()))
+    end = next(node for node in store.trie.nodes.values() if node.is_loose and node.depth > 4)
+    BREAKAGES[name](store, lease, marked, end)
+    return cache
 
 
-@pytest.mark.parametrize("name", planted(None))
+@pytest.mark.parametrize("name", BREAKAGES)
 def test_invariants_see_what_is_broken(name):
     with pytest.raises((AssertionError, KeyError)):
         planted(name).check_invariants()

@@ -118,14 +118,43 @@ def test_a_rolling_checkpoint_that_served_a_hit_stays():
     assert bench.resume(text(0, 20)) == 16
 
 
-def test_one_request_does_not_recycle_what_another_wants():
-    """Two requests with one prompt: the first only passes a point that is the end of the second's prompt."""
+def both_admitted(longer: int) -> Bench:
+    """Requests a and b with one beginning, both cold; a has passed token 16 and left its rolling checkpoint there."""
     bench = Bench(policy="tail")
     bench.admit("a", text(0, 41))
+    bench.admit("b", text(0, longer))
     bench.cache.finish_step(bench.chunk("a", text(0, 41), 16)[0])
-    bench.admit("b", text(0, 17))
-    assert bench.cache.store.checkpoints, "a's rolling checkpoint"
-    bench.cache.finish_step(bench.chunk("b", text(0, 17), 1)[0])
+    assert [node.depth for node in bench.cache.store.checkpoints.values()] == [16]
+    return bench
+
+
+def test_the_end_of_another_prompt_is_not_recycled():
+    bench = both_admitted(17)
+    step, chunk = bench.chunk("b", text(0, 17), 17)
+    assert not chunk.exports, "a checkpoint is there already"
+    bench.cache.finish_step(step)
+    bench.cache.finish_step(bench.chunk("a", text(0, 41), 25)[0])
+    assert bench.resume(text(0, 17)) == 16
+
+
+def test_a_rolling_checkpoint_goes_with_the_last_request_that_passed_it():
+    bench = both_admitted(38)
+    bench.cache.finish_step(bench.chunk("b", text(0, 38), 16)[0])
+    bench.cache.finish_step(bench.chunk("a", text(0, 41), 25)[0])
+    assert bench.resume(text(0, 17)) == 16, "b may still be preempted"
+    bench.cache.finish_step(bench.chunk("b", text(0, 38), 22)[0])
+    assert bench.resume(text(0, 17)) == 0
+    assert bench.cache.metrics().counters.checkpoints_recycled["rolling"] == 1
+
+
+def test_a_request_recycles_only_its_own():
+    """Its checkpoint was evicted, and another request has put one at the same point since."""
+    bench = both_admitted(38)
+    store = bench.cache.store
+    store._evict_checkpoint(next(iter(store.checkpoints.values())))
+    step, chunk = bench.chunk("b", text(0, 38), 16)
+    assert [export.position for export in chunk.exports] == [16]
+    bench.cache.finish_step(step)
     bench.cache.finish_step(bench.chunk("a", text(0, 41), 25)[0])
     assert bench.resume(text(0, 17)) == 16
 

@@ -83,11 +83,14 @@ def test_t15_pages_and_units_have_their_own_index():
     bench.serve("a", prompt)
     admission = bench.admit("b", prompt)
     assert admission.resume == 28 and len(admission.pages) == 3
-    _, chunk = bench.chunk("b", prompt, 1)
+    step, chunk = bench.chunk("b", prompt, 1)
     copy, restore = chunk.operations
     assert isinstance(copy, CopyPage) and copy.tokens == 4 and copy.target == admission.pages[2] != copy.source
     assert isinstance(restore, RestoreState) and restore.depth == 28 and len(restore.sources) == SHAPE.groups
     assert not set(restore.sources) & set(restore.targets)
+    assert not bench.cache.store.pool.is_evictable(restore.sources[0]), "pinned until it has been copied"
+    bench.cache.finish_step(step)
+    assert bench.cache.store.pool.is_evictable(restore.sources[0])
 
 
 def test_t17_pages_of_a_step_under_way_are_not_given_away():
@@ -179,12 +182,18 @@ def test_t21_a_prompt_that_can_never_fit_is_refused():
 
 
 def test_a_hit_that_leaves_no_room_for_its_request_is_given_up():
-    """Alone in a pool of 9: the hit would pin 2 + 3 pages beside the 1 + 3 it needs and the 2 of longer ranges."""
+    """Alone in a pool of 9 pages: the hit would pin 2 + 3 beside the 2 + 3 that it needs. Cold, it can grow to the end."""
     bench, prompt = Bench(pages=9), text(0, 21)
     bench.serve("a", prompt)
-    longer = prompt + text(50, 27)
-    assert bench.resume(longer) == 20
-    assert bench.serve("b", longer) == 0
+    chain, tokens = bench.chain(prompt + text(50, 15)), prompt + text(50, 15)
+    assert bench.cache.match(chain).resume == 20
+    assert bench.cache.admit("b", chain).resume == 0
+    bench.cache.finish_step(bench.chunk("b", tokens, 36)[0])
+    for token in range(70, 105):
+        tokens.append(token)
+        chain.extend([token])
+        bench.cache.finish_step(bench.chunk("b", tokens, 1)[0])
+        bench.cache.check_invariants()
 
 
 def test_t22_no_page_is_lost_wherever_a_request_is_aborted():
@@ -222,6 +231,20 @@ def test_t23_a_transfer_counts_only_when_all_parts_are_there():
         assert bench.resume(prompt) == 0
     assert bench.cache.arrived("t", sorted(incoming.parts)[-1])
     assert bench.resume(prompt) == 24
+    bench.cache.check_invariants()
+
+
+def test_a_transfer_brings_only_what_is_missing():
+    bench, prompt = Bench(), text(0, 26)
+    bench.serve("a", prompt)
+    with pytest.raises(AssertionError, match="cached already"):
+        bench.cache.receive("t", bench.chain(prompt), 24)
+    bench.cache.store.lose_checkpoint(bench.cache.match(bench.chain(prompt)).node, "lost by the test")
+    incoming = bench.cache.receive("t", bench.chain(prompt), 24)
+    assert (incoming.start, incoming.end, incoming.pages) == (24, 24, ())
+    assert incoming.parts == {"state 0", "state 1", "state 2"}
+    longer = bench.cache.receive("u", bench.chain(text(0, 32)), 32)
+    assert (longer.start, longer.end, len(longer.pages)) == (24, 32, 1)
     bench.cache.check_invariants()
 
 
@@ -273,7 +296,8 @@ def test_t52_the_end_of_a_request_does_not_take_its_checkpoints():
     bench, prompt = Bench(), text(0, 30)
     assert bench.serve("a", prompt) == 0
     assert bench.serve("b", prompt) == 28, "an identical prompt computes at least one token"
-    assert bench.serve("c", text(0, 29)) == 28 and bench.serve("d", text(0, 28)) == 0
+    assert bench.serve("c", text(0, 29)) == 28
+    assert [bench.serve(name, text(0, 28)) for name in "de"] == [0, 24], "also where the prompt ends with a unit"
 
 
 def test_t54_tenants_share_nothing():
