@@ -251,9 +251,9 @@ def test_stopping_itself_and_hiding_from_a_freeze(hostile, python):
     pid = next(iter(execution)).data.decode().strip()
     for _ in range(3):
         hostile.checkpoint()
-    state = hostile.exec(["sh", "-c", f"cut -d' ' -f3 /proc/{pid}/stat"]).stdout
+    state = hostile.exec(["sh", "-c", f"cut -d' ' -f3 /proc/{pid}/stat"])
     execution.kill()
     execution.result()
     os.close(read)
     os.close(write)
-    assert state == b"T\n"
+    assert state.stdout == b"T\n", state

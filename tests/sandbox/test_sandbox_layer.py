@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from perilune.sandbox.guest import layer, wire
 from perilune.sandbox.store import Store
 
-FILE = {"type": "file", "mode": 0o644, "uid": 0, "gid": 0, "mtime": 0}
-FOLDER = {"type": "folder", "mode": 0o755, "uid": 0, "gid": 0, "mtime": 0}
+FILE = {"type": "file", "mode": 0o644, "uid": os.getuid(), "gid": os.getgid(), "mtime": 0}
+FOLDER = {"type": "folder", "mode": 0o755, "uid": os.getuid(), "gid": os.getgid(), "mtime": 0}
 
 
 def streamed(folder, tree: str = "") -> bytes:

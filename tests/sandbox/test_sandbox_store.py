@@ -51,6 +51,8 @@ def test_what_is_published_is_read_back(tmp_path, sync):
     entries = again.read_layer(snapshot.layer)
     assert b"".join(again.read(name) for name in entries[1]["chunks"]) == b"x" * 200_000
     assert len(set(entries[1]["chunks"])) == 2
+    sizes = [max(SMALL, path.stat().st_size) for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+    assert store.used_bytes() == sum(sizes), "what was counted in advance is given back"
 
 
 @pytest.mark.parametrize("sync, least", [("none", 0), ("batch", 2), ("full", 4)])

@@ -204,6 +204,8 @@ class ProcMachine:
             answer = self._message()[0]
             if "error" in answer:
                 raise SandboxError(f"sandbox {self.sandbox}: {answer['error']}")
+            if answer.get("done") != operation:
+                raise GuestLost(f"sandbox {self.sandbox}: its agent answers {answer.get('done')!r} to {operation!r}")
             return answer
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, terminal: bool = False) -> ProcProcess:
