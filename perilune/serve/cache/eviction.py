@@ -167,13 +167,14 @@ class EvictionQueue:
     def _at_stake(self, node: Node, depth: int) -> tuple[int, float]:
         """Tokens between `depth` and the next checkpoint before `node`, or the beginning; and the pages of those among
         them that nothing else needs."""
-        alone, units = True, 0
+        saved, alone, units = depth, True, 0
         for earlier in ancestors(node.parent):
-            alone = alone and earlier.children == 1 and not earlier.users
             if earlier.checkpoint is not None:
-                return depth - earlier.depth, units * self._trie.unit / self._page_tokens
+                saved -= earlier.depth
+                break
+            alone = alone and earlier.children == 1 and not earlier.users
             units += alone
-        return depth, units * self._trie.unit / self._page_tokens
+        return saved, units * self._trie.unit / self._page_tokens
 
 
 def _hangs_on_another_page(run: list[Node]) -> bool:

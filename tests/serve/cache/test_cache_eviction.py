@@ -77,6 +77,17 @@ def test_the_end_of_a_prefix_outlives_its_inside():
     assert len(depths(bench)) == 3 and depths(bench)[-1] == 28
 
 
+def test_pages_that_nothing_else_needs_count_as_bytes():
+    """The longest prefix saves most, but all its pages come free with it; the others share theirs."""
+    bench = Bench(pages=60, policy="tail")
+    shared, alone = text(0, 60), text(300, 73)
+    for name, prompt in (("a", shared + text(100, 5)), ("b", shared + text(200, 5)), ("c", alone)):
+        bench.serve(name, prompt)
+    squeeze(bench, bench.cache.metrics().free + 1)
+    assert bench.resume(alone) == 0
+    assert bench.resume(shared + text(100, 5)) == bench.resume(shared + text(200, 5)) == 64
+
+
 def test_a_junction_outlives_a_message_end():
     """Neither was ever hit, but the one has been seen twice."""
     bench, seen_twice, once = Bench(pages=60), text(0, 28), text(200, 28)
@@ -145,7 +156,7 @@ def test_requests_that_enter_units_by_turns_leave_no_page_behind(hot):
         bench.cache.release(name)
     if hot:
         bench.serve("hot", text(100, 25))
-        squeeze(bench, 40 - 3 - 2 * SHAPE.groups + 1)  # 3 pages and a checkpoint each for the first and the hot prefix
+        squeeze(bench, 40 - 2 - SHAPE.groups)  # all but the 2 pages and the checkpoint of the hot prefix
         assert bench.resume(text(100, 25)) == 24
     else:
         squeeze(bench, 40)
