@@ -385,9 +385,7 @@ class Driver:
         """The weights change; with or without forgetting what was computed with the old ones."""
         self.version += 1
         if self.random.random() < 0.5:
-            pins, self.pins = self.pins, []
-            for pin, _ in pins:
-                self.cache.unpin(pin)
+            self.pins = [(pin, (None, ())) for pin, _ in self.pins]  # nothing is left that they could protect
             self.cache.reset()
             self.transfers = {name: (missing, set(), ()) for name, (missing, _, _) in self.transfers.items()}
             for run in self.running.values():
