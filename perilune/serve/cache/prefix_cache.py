@@ -154,6 +154,8 @@ class HybridCache:
     def extend(self, step: int, request: str, tokens: int) -> Chunk | None:
         """Plan the next tokens of a request in the step begun last; None = no page for them, and nothing changed.
 
+        Plan decoding before prefill: checkpoints that a chunk writes take pages too, and are evictable only afterwards.
+
         Args:
             step: the number that `begin_step` gave.
             request: a running request without a chunk in this step.
