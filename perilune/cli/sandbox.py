@@ -18,8 +18,7 @@ from perilune.errors import ConfigError, SandboxError
 
 HELP = """usage: perilune sandbox COMMAND [options] [-- PROGRAM ARGUMENTS…]
 
-Run programs with files, processes and network of their own. A guest's changes are in memory, within limits, and end with it unless they
-are kept. Between commands a kept sandbox is paused: saved, no memory, no process.
+Run programs with files, processes and network of their own. A guest's changes end with it unless they are kept. Between commands a kept sandbox is paused: saved, no memory, no process.
 
   run [-- PROGRAM …]           in a new sandbox; its stdout is stdout, its stderr stderr, its exit code the exit code
   shell [NAME|SNAPSHOT]        a terminal in a new, a kept or a saved one
@@ -35,6 +34,7 @@ options of run, shell and resume
   --image FOLDER               a root file system to start from (default: this machine's programs, without its data)
   --tree FOLDER                show a host folder; the guest's writes to it stay in the guest. May be given again
   --network none|host          none has loopback only (default)
+  --changes memory|disk        where changed files are until they are saved; on disk --disk limits each of them, not all together
   --memory, --disk SIZE        1G, 256M (defaults)       --processes N   256       --cpus X   2
   --timeout SECONDS            exit code 124 after it (default 600)
   --env NAME=VALUE, --secret NAME   a variable; a secret's value is taken from this environment and never saved
@@ -70,6 +70,7 @@ def _parser() -> _Parser:
     parser.add_argument("--image")
     parser.add_argument("--tree", action="append", default=[])
     parser.add_argument("--network")
+    parser.add_argument("--changes")
     parser.add_argument("--memory", type=_size)
     parser.add_argument("--disk", type=_size)
     parser.add_argument("--processes", type=int)
@@ -110,7 +111,13 @@ def _spec(flags: argparse.Namespace) -> Any:
         "exec_seconds": flags.timeout,
     }  # fmt: skip
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
-    return Spec(template=flags.image or "host", trees=tuple(flags.tree), limits=limits, network=flags.network or "none")
+    return Spec(
+        template=flags.image or "host",
+        trees=tuple(flags.tree),
+        limits=limits,
+        network=flags.network or "none",
+        changes=flags.changes or "memory",
+    )
 
 
 def _variables(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
@@ -134,7 +141,7 @@ def _opened(sandboxes: Any, flags: argparse.Namespace, source: str | None) -> It
     if source is not None:
         given = [
             name
-            for name in ("image", "network", "memory", "disk", "processes", "cpus")
+            for name in ("image", "network", "changes", "memory", "disk", "processes", "cpus")
             if getattr(flags, name) is not None
         ]
         if given or flags.tree:

@@ -274,6 +274,9 @@ class Sandbox:
 
     def _variables(self, env: Mapping[str, str] | None, secrets: Mapping[str, str] | None) -> dict[str, str]:
         """A command's environment; its secrets are noted, so that no checkpoint saves them."""
+        for name, value in [*(env or {}).items(), *(secrets or {}).items()]:
+            if not name or "=" in name or "\0" in name + value:
+                raise ConfigError(f"variable {name!r} must have a name without '=', and no NUL in name or value")
         for name, value in (secrets or {}).items():
             if len(value.encode()) >= SHORTEST_SECRET:
                 self._secrets[name] = value.encode()

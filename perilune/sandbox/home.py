@@ -22,6 +22,7 @@ from typing import Any
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.drivers import cgroup
+from perilune.sandbox.drivers.proc import remove_scratch
 from perilune.sandbox.protocol import State
 from perilune.sandbox.store import Store
 
@@ -74,9 +75,14 @@ class Home:
                 f"sandboxes cannot be kept in {self.folder}: {error.strerror}; set {FOLDER_VARIABLE} to a folder of yours"
             ) from error
 
-    def _lock(self, name: str) -> int:
-        """Descriptor of the locked file of sandbox `name`, or -1 if another process has it."""
+    def _lock(self, name: str, patience: float = 0.2) -> int:
+        """Descriptor of the locked file of sandbox `name`, or -1 if another process has it.
+
+        Args:
+            patience: seconds to try again, for one who only looks whether it is locked holds it for a moment.
+        """
         path = self.records_folder / f"{name}.lock"
+        deadline = time.monotonic() + patience
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -85,7 +91,10 @@ class Home:
                     return fd
             except BlockingIOError:
                 os.close(fd)
-                return -1
+                if time.monotonic() >= deadline:
+                    return -1
+                time.sleep(0.01)
+                continue
             except FileNotFoundError:
                 pass
             os.close(fd)  # Its file was removed between the two calls: again.
@@ -94,7 +103,7 @@ class Home:
         """Whether some process has the sandbox with this id."""
         if not (self.records_folder / f"{name}.lock").exists():
             return False
-        fd = self._lock(name)
+        fd = self._lock(name, patience=0)
         if fd >= 0:
             os.close(fd)
         return fd < 0
@@ -194,16 +203,22 @@ class Home:
         record.lock = self._lock(record.id)
         if record.lock < 0:
             raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}; end that process first")
-        cgroup.sweep({record.id})
+        self._sweep({record.id})
         self.forget(record)
 
+    def _sweep(self, ids: set[str]) -> None:
+        cgroup.sweep(ids)
+        for path in self.folder.glob("*/scratch/*"):
+            if path.name.split("-")[0] in ids:
+                remove_scratch(path)
+
     def reap(self) -> int:
-        """Clean up after killed processes: their control groups, locks, and records that nothing can be done with.
+        """Clean up after killed processes: their control groups, changed files, locks, and records that nothing can be done with.
 
         Returns:
             How many such records were removed. A record with a snapshot or a chosen name stays, as lost.
         """
-        cgroup.sweep({path.stem for path in self.records_folder.glob("*.lock") if not self.is_live(path.stem)})
+        self._sweep({path.stem for path in self.records_folder.glob("*.lock") if not self.is_live(path.stem)})
         removed = 0
         for record in self.records():
             if record.state == LOST and record.snapshot is None and record.name == record.id:

@@ -47,6 +47,10 @@ NETWORKS = ("none", "host")
 """none: an own network namespace with loopback only. host: the host's network, with everything that can be reached from it."""
 
 
+CHANGES = ("memory", "disk")
+"""Where changed files are."""
+
+
 class TransitionError(SandboxError):
     """A call does not fit the sandbox's state; names the state and the one that was asked for."""
 
@@ -96,8 +100,8 @@ class Limits:
     """What a sandbox may use.
 
     Attributes:
-        memory_bytes: of all its processes and its changed files together.
-        disk_bytes: of its changed files, which live in memory until a checkpoint.
+        memory_bytes: of all its processes, and its changed files where they are in memory, together.
+        disk_bytes: of its changed files; where they are on disk, of each of them.
         processes: processes and threads at once.
         open_files: of one process.
         output_bytes: kept of each of stdout and stderr of one command; the rest is counted and dropped.
@@ -117,10 +121,6 @@ class Limits:
         for name in self.__slots__:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"limit {name}={getattr(self, name)!r} must be above zero")
-        if self.disk_bytes + (32 << 20) > self.memory_bytes:
-            raise ConfigError(
-                f"disk_bytes={self.disk_bytes} must leave 32 MiB of memory_bytes={self.memory_bytes}: changed files live in memory"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,14 +227,24 @@ class Spec:
     Attributes:
         template: "host", or the folder of an image's root file system.
         trees: host folders that the guest also sees, its writes to them private.
+        changes: where its changed files are until a checkpoint: memory (limited as a whole) or disk (larger, limited each).
     """
 
     template: str = "host"
     trees: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     network: str = "none"
+    changes: str = "memory"
 
     def __post_init__(self) -> None:
+        if self.changes not in CHANGES:
+            raise ConfigError(f"changes={self.changes!r} is not one of {', '.join(CHANGES)}")
+        disk, memory = self.limits.disk_bytes, self.limits.memory_bytes
+        if self.changes == "memory" and disk + (32 << 20) > memory:
+            raise ConfigError(
+                f"disk_bytes={disk} must leave 32 MiB of memory_bytes={memory}, for changed files live in memory; "
+                "set changes to disk to keep them on disk"
+            )
         if self.network not in NETWORKS:
             raise ConfigError(f"network={self.network!r} is not one of {', '.join(NETWORKS)}")
 

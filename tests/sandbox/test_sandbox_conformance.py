@@ -12,9 +12,10 @@ import time
 import pytest
 
 from perilune.errors import ConfigError, SandboxError
-from perilune.sandbox import Output, Sandbox, Sandboxes, State
+from perilune.sandbox import Limits, Output, Sandbox, Sandboxes, Spec, State
 from perilune.sandbox.drivers import running
-from perilune.sandbox.protocol import GuestFileError, GuestLost, SecretInSnapshot, TransitionError
+from perilune.sandbox.guest import rooting
+from perilune.sandbox.protocol import CHANGES, GuestFileError, GuestLost, SecretInSnapshot, TransitionError
 
 DEADLINE = 30.0
 
@@ -192,7 +193,9 @@ stat -c '%h' workspace/tree/text
 """
 
 
-def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes, box):
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes, driver, changes):
+    box = sandboxes.create(Spec(changes=changes), driver=driver)
     sh(box, PREPARE)
     wanted = sh(box, LOOK)
     assert "workspace/tree/hard" in wanted and "etc/shells" not in wanted and "etc/alternatives/mine" in wanted
@@ -205,6 +208,35 @@ def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes,
         assert sh(box, LOOK) == wanted
         assert sh(box, "ls -A /etc/alternatives") == "mine\n"
     assert len(generations) == 4
+
+
+def test_changes_on_disk_are_outside_of_memory_and_end_with_the_sandbox(sandboxes, home, driver):
+    limits = Limits(memory_bytes=48 << 20, disk_bytes=64 << 20)
+    box = sandboxes.create(Spec(limits=limits, changes="disk"), driver=driver)
+    for number in range(3):
+        sh(box, f"head -c 30000000 /dev/zero | tr '\\0' x > /workspace/{number}")
+    too_large = box.exec(["sh", "-c", "head -c 70000000 /dev/zero > /workspace/large"])
+    assert too_large.code != 0 and box.list("/workspace")[-1].size <= 64 << 20
+    assert not next(found for found in too_large.guarantees if found.name == "disk limit").held
+    sh(box, "mkdir -p /workspace/closed/in && chmod 0 /workspace/closed/in /workspace/closed")
+    assert any(path.is_file() for path in (home / driver / "scratch").rglob("*"))
+    box.destroy()
+    assert list((home / driver / "scratch").iterdir()) == []
+
+
+def test_a_file_system_without_attributes_is_noticed(tmp_path):
+    assert not rooting._keeps_attributes("/proc")
+    with pytest.MonkeyPatch.context() as patch:
+        seen = []
+        patch.setattr(os, "setxattr", lambda path, name, value: seen.append(name))
+        patch.setattr(os, "removexattr", lambda path, name: seen.remove(name))
+        assert rooting._keeps_attributes(str(tmp_path)) and seen == []
+
+
+def test_variables_that_cannot_be_are_refused(box):
+    for variables in ({"A=B": "1"}, {"": "1"}, {"A": "\0"}):
+        with pytest.raises(ConfigError, match="without '='"):
+            box.exec(["true"], env=variables)
 
 
 def test_a_checkpoint_stores_only_what_is_new(box):

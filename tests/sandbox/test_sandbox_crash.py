@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from perilune.sandbox import Limits, Sandboxes, Spec
 sandboxes = Sandboxes(Path(sys.argv[1]), sync="none")
-box = sandboxes.create(Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20)), driver=sys.argv[2], name="victim")
+box = sandboxes.create(Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20), changes="disk"), driver=sys.argv[2], name="victim")
 """
 
 
@@ -72,7 +72,7 @@ box.exec(["sleep", "1000"])
         with pytest.raises(SandboxError, match="is lost: the process that had it .* was killed"):
             sandboxes.open("victim")
         sandboxes.home.reap()
-        assert groups(box_id) == []
+        assert groups(box_id) == [] and list((home / driver / "scratch").iterdir()) == []
         sandboxes.home.remove("victim")
         assert sandboxes.home.records() == [] and list(sandboxes.home.records_folder.iterdir()) == []
 
@@ -187,7 +187,7 @@ def test_many_lives_leave_nothing_behind(driver, home, count):
         descriptors, mounts, left = inventory()
         assert descriptors == before[0] and mounts == []
         assert not [path for path in left if path.split("-")[1] in made]
-        assert list(sandboxes.home.records_folder.iterdir()) == []
+        assert list(sandboxes.home.records_folder.iterdir()) == [] == list((home / driver / "scratch").iterdir())
     assert not [pid for box_id in made for pid in guest_pids(box_id)]
 
 

@@ -72,7 +72,10 @@ def test_calls_that_do_not_fit_a_paused_or_a_dead_sandbox(box):
 
 def test_limits_and_networks_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="changed files live in memory"):
-        Limits(memory_bytes=1 << 20, disk_bytes=1 << 20)
+        Spec(limits=Limits(memory_bytes=1 << 20, disk_bytes=1 << 20))
+    assert Spec(limits=Limits(memory_bytes=1 << 20, disk_bytes=1 << 20), changes="disk").changes == "disk"
+    with pytest.raises(ConfigError, match="memory, disk"):
+        Spec(changes="tape")
     with pytest.raises(ConfigError, match="cpus=0"):
         Limits(cpus=0)
     with pytest.raises(ConfigError, match="none, host"):

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,6 +113,8 @@ class ProcDriver:
             )
         base = self.folder / "mount"
         base.mkdir(parents=True, exist_ok=True)
+        scratch = self.folder / "scratch" / f"{sandbox}-{generation[:8]}"
+        scratch.mkdir(parents=True)
         group = Group(f"perilune-{sandbox}-{generation[:8]}", spec.limits)
         limits = spec.limits
         rlimits = {
@@ -127,15 +130,16 @@ class ProcDriver:
                 "generation": generation, "hostname": sandbox[:63], "base": str(base), "network": spec.network,
                 "trees": template.trees(spec, self.folder / "templates"), "disk_bytes": limits.disk_bytes, "inodes": INODES,
                 "layer": layer, "blobs": blobs, "uid": os.geteuid(), "gid": os.getegid(), "rlimits": rlimits,
-                "cgroup_procs": group.procs_files,
+                "cgroup_procs": group.procs_files, "changes": spec.changes, "scratch": str(scratch),
             }  # fmt: skip
             self._ask(request, its)
             its.close()
-            return ProcMachine(sandbox, mine, generation, group, spec)
+            return ProcMachine(sandbox, mine, generation, group, spec, scratch)
         except BaseException as error:
             its.close()
             mine.close()
             group.remove()
+            remove_scratch(scratch)
             if isinstance(error, (OSError, wire.Malformed)):
                 raise DriverUnavailable(f"proc: the fork server does not answer: {error}") from error
             raise
@@ -158,8 +162,10 @@ class ProcDriver:
 class ProcMachine:
     """A live guest: its agent's control socket and the pidfd of its process 1."""
 
-    def __init__(self, sandbox: str, control: socket.socket, generation: str, group: Group, spec: Spec) -> None:
-        self.sandbox, self.control, self.group, self.spec = sandbox, control, group, spec
+    def __init__(
+        self, sandbox: str, control: socket.socket, generation: str, group: Group, spec: Spec, scratch: Path
+    ) -> None:
+        self.sandbox, self.control, self.group, self.spec, self.scratch = sandbox, control, group, spec, scratch
         self._lock = threading.Lock()
         self._pidfd = -1
         self._destroyed = False
@@ -172,7 +178,7 @@ class ProcMachine:
         except BaseException:
             self.destroy()
             raise
-        self.guarantees = _guarantees(group, spec, bool(ready.get("seccomp")))
+        self.guarantees = _guarantees(group, spec, bool(ready.get("seccomp")), str(ready.get("changes")))
 
     def _message(self) -> tuple[dict[str, Any], list[int]]:
         try:
@@ -338,6 +344,7 @@ class ProcMachine:
             os.close(self._pidfd)
         self.control.close()
         self.group.remove()
+        remove_scratch(self.scratch)
 
 
 class ProcProcess:
@@ -392,7 +399,7 @@ def _raise_file_error(sandbox: str, command: str, arguments: Mapping[str, Any], 
     raise GuestFileError(f"sandbox {sandbox}: {command} {arguments.get('path', '')}: {reason or 'failed'}")
 
 
-def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ...]:
+def _guarantees(group: Group, spec: Spec, filtered: bool, changes: str) -> tuple[Guarantee, ...]:
     limits, root = spec.limits, os.geteuid() == 0
 
     def limited(controller: str, otherwise: tuple[bool, str]) -> tuple[bool, str]:
@@ -405,6 +412,14 @@ def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ..
         (not root, f"not for root's guests; {missing.get('pids')}" if root else "RLIMIT_NPROC of its user namespace"),
     )
     cpu = limited("cpu", (False, str(missing.get("cpu"))))
+    disk = f"{limits.disk_bytes} bytes: size of the tmpfs that holds changed files"
+    if changes != "memory":
+        why = (
+            "as asked for"
+            if spec.changes == "disk"
+            else "this kernel's tmpfs keeps no user attributes (Linux 6.6 does)"
+        )
+        disk = f"{limits.disk_bytes} bytes for each changed file only; they are on disk, {why}"
     own_network = spec.network == "none"
     return (
         Guarantee("isolation", True, "own user, process, mount, IPC, UTS and cgroup namespaces; the kernel is the host's"),
@@ -416,7 +431,7 @@ def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ..
         Guarantee("memory limit", memory[0], f"{limits.memory_bytes} bytes: {memory[1]}"),
         Guarantee("process limit", pids[0], f"{limits.processes}: {pids[1]}"),
         Guarantee("processor limit", cpu[0], f"{limits.cpus:g}: {cpu[1]}"),
-        Guarantee("disk limit", True, f"{limits.disk_bytes} bytes: size of the tmpfs that holds changed files"),
+        Guarantee("disk limit", changes == "memory", disk),
         Guarantee(
             "changes to /usr",
             root,
@@ -427,3 +442,15 @@ def _guarantees(group: Group, spec: Spec, filtered: bool) -> tuple[Guarantee, ..
         Guarantee("no orphans", True, "the kernel ends all processes with their owner"),
         Guarantee("memory snapshot", False, "snapshots hold files; processes are not saved"),
     )  # fmt: skip
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the folder of changed files of a sandbox that has ended; a guest may have taken its owner's rights to parts of it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+        return
+    for root, names, _ in os.walk(folder):
+        for name in names:
+            if not os.path.islink(f"{root}/{name}"):
+                os.chmod(f"{root}/{name}", 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

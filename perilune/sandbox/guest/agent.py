@@ -28,7 +28,7 @@ _TIOCGPTPEER = 0x5441
 def run_agent(request: dict[str, Any], control: socket.socket) -> None:
     """Set up the guest described by `request`, say so on `control`, serve it until the owner is gone."""
     stored = json.loads(layer.load(request["blobs"], request["layer"])) if request["layer"] else []
-    uppers = rooting.make_root(request, stored)
+    uppers, changes = rooting.make_root(request, stored)
     # From here on files are the guest's: a module found by name could be its code.
     sys.meta_path.clear()
     sys.path_hooks.clear()
@@ -39,7 +39,7 @@ def run_agent(request: dict[str, Any], control: socket.socket) -> None:
     program = seccomp.program(linux.machine())
     if program is not None:
         linux.install_filter(program)
-    wire.send(control, {"ready": request["generation"], "seccomp": program is not None})
+    wire.send(control, {"ready": request["generation"], "seccomp": program is not None, "changes": changes})
     _Agent(request, control, uppers).serve()
 
 

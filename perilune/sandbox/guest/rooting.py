@@ -16,16 +16,16 @@ READ_ONLY = ("sys", "irq", "bus", "fs", "acpi", "scsi")
 """Parts of /proc that belong to the whole machine."""
 
 
-def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> list[int]:
+def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> tuple[list[int], str]:
     """Mount the guest's root and make it this process's root.
 
     Args:
-        request: `base` (an empty folder to mount on), `trees` ([{path, lower}]; tree 0 is the root; lower null = an empty
+        request: `base` (an empty folder to mount on), `changes` and `scratch` (an empty folder for them if on disk), `trees` ([{path, lower}]; tree 0 is the root; lower null = an empty
             writable folder), `disk_bytes`, `inodes`, `blobs`, `hostname`, `network`.
         stored: entries of the layer to start from.
 
     Returns:
-        Descriptors of the upper folders, one a tree. They are reachable by no path.
+        Descriptors of the upper folders, one a tree, which the guest has no path to; and where they are: "memory" or "disk".
     """
     base, trees = request["base"], request["trees"]
     paths = [tree["path"] for tree in trees]
@@ -34,9 +34,12 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> list[int
     linux.mount("perilune", base, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, limits)
     root = f"{base}/root"
     os.mkdir(root)
+    # A deleted and remade folder needs an attribute that a tmpfs keeps from Linux 6.6 on.
+    on_disk = request["changes"] == "disk" or not _keeps_attributes(root)
+    holder = request["scratch"] if on_disk else base
     uppers = []
     for number, tree in enumerate(trees):
-        upper, work = f"{base}/upper{number}", f"{base}/work{number}"
+        upper, work = f"{holder}/upper{number}", f"{holder}/work{number}"
         os.mkdir(upper)
         os.mkdir(work)
         uppers.append(upper)
@@ -48,8 +51,8 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> list[int
         if tree["path"].startswith("dev/"):
             continue
         os.makedirs(target, exist_ok=True)
-        lower = tree["lower"].replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
-        data = f"lowerdir={lower},upperdir={upper},workdir={base}/work{number},userxattr"
+        parts = {"lowerdir": tree["lower"], "upperdir": upper, "workdir": f"{holder}/work{number}"}
+        data = ",".join(f"{name}={_escaped(path)}" for name, path in parts.items()) + ",userxattr"
         linux.mount("overlay", target, "overlay", linux.MS_NOSUID | linux.MS_NODEV, data)
     os.makedirs(f"{root}/workspace", exist_ok=True)  # Where commands start; an image may have none.
     _make_proc(f"{root}/proc")
@@ -65,7 +68,21 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> list[int
     linux.set_hostname(request["hostname"])
     if request["network"] != "host":
         _loopback_up()
-    return fds
+    return fds, "disk" if on_disk else "memory"
+
+
+def _keeps_attributes(folder: str) -> bool:
+    try:
+        os.setxattr(folder, "user.perilune", b"1")
+        os.removexattr(folder, "user.perilune")
+    except OSError:
+        return False
+    return True
+
+
+def _escaped(path: str) -> str:
+    """A path as an option of an overlay mount."""
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
 def _make_proc(target: str) -> None:
