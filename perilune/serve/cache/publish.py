@@ -20,6 +20,8 @@ class Publisher:
         """Enter a chunk whose first tokens, up to `end`, stand; what it wrote beyond is dropped."""
         lease, unit = record.lease, self.geometry.unit
         units = min(end // unit, len(lease.chain.digests))
+        if units == lease.published and not record.exports:
+            return
         for index in range(lease.published, units):
             self.enter(lease, index)
         for position, reason in record.found:

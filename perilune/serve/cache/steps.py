@@ -57,7 +57,9 @@ class StepLedger:
             fresh = self.store.take_tokens(missing)
             lease.pages.extend(fresh)
             lease.held.update(fresh)
-        exports, found = self._plan_exports(lease, start, end)
+        exports, found = (), ()
+        if end // shape.unit > start // shape.unit:  # most steps of decoding end in the unit in which they begin
+            exports, found = self._plan_exports(lease, start, end)
         record = ChunkRecord(lease, start, end, exports, found, first=not lease.last_step)
         self.under_way[-1].records.append(record)
         operations, lease.operations = lease.operations, ()
@@ -71,7 +73,7 @@ class StepLedger:
         exports: list[ExportState] = []
         found: list[tuple[int, str]] = []
         unit, digests = self.geometry.unit, lease.chain.digests
-        if end // unit == start // unit or not self.geometry.groups or not lease.publishing:
+        if not self.geometry.groups or not lease.publishing:
             return (), ()
         points = self.retention.points(
             start, end, unit=unit, prompt=lease.prompt, turn_ends=lease.turn_ends, junction=lease.junction
