@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.bench import moe, mx
+from perilune.bench import gpu_kda, moe, mx
 from perilune.bench.elementwise import PEER as ELEMENTWISE_PEER
 from perilune.bench.elementwise import cases as elementwise_cases
 from perilune.bench.harness import Case, Row, run_suite
@@ -200,6 +200,13 @@ def row_operations(device: str) -> Iterator[Case]:
                 flops=case.forward_flops * (3 if kind == "fwdbwd" else 1),
                 bytes=case.forward_bytes + (case.backward_bytes if kind == "fwdbwd" else 0),
             )
+
+
+@register("kda_gpu")
+def kda_over_sequences(device: str) -> Iterator[Case]:
+    """KDA in bfloat16 on one GPU, forward and backward, against flash-linear-attention where it is installed."""
+    if device == "cuda":
+        yield from gpu_kda.cases()
 
 
 OPS.update(moe.OPS)

@@ -20,7 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "what this machine has, and which implementation of each operation runs"),
     "explain": ("explain", "how a mechanism works: formula, reference, a computed picture"),
     "inspect": ("inspect", "parameters, tensors, state and cache bytes, FLOPs of a model"),
-    "tokenize": ("tokenize", "text to token ids and back"),
+    "tokenize": ("tokenize", "text or a conversation to token ids, and back"),
     "data": ("data", "look at or build a corpus"),
     "train": ("train", "pre-train a model"),
     "ablate": ("ablate", "vary mechanisms at equal FLOPs and tabulate the effect"),
