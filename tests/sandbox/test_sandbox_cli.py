@@ -197,3 +197,19 @@ def test_shell_is_a_terminal_in_the_sandbox(home):
         capture_output=True, timeout=120, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
     )  # fmt: skip
     assert done.stdout == b"42\n"
+
+
+def test_a_machine_that_refuses_namespaces_is_told_which_call_it_was(home):
+    """In a user namespace that allows none inside of it: what a locked-down container is like."""
+    script = (
+        "import os, sys\nfrom perilune.sandbox.guest import linux\nuid, gid = os.getuid(), os.getgid()\nlinux.unshare(linux.CLONE_NEWUSER)\n"
+        "open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\nopen('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+        "from perilune.cli.main import main\nsys.exit(main(['sandbox', *sys.argv[1:]]))"
+    )
+    for args, code in ((["run", "--", "true"], 1), (["doctor"], 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+            env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
+        )  # fmt: skip
+        assert done.returncode == code and "unshare(0x10000000)" in done.stdout + done.stderr, done
+        assert "Traceback" not in done.stderr

@@ -237,8 +237,10 @@ def test_a_module_planted_in_the_guest_is_not_imported_by_its_agent(hostile, pyt
     assert "PLANTED" not in [entry.name for entry in hostile.list("/workspace")]
 
 
-def test_stopping_itself_and_hiding_from_a_freeze(hostile, python):
+def test_stopping_itself_and_hiding_from_a_freeze(sandboxes, driver, python):
     """A process stopped before a checkpoint stays stopped after it; threads and vfork children are caught too."""
+    # Threads reserve much address space, which is what is limited where there is no control group.
+    hostile = sandboxes.create(Spec(limits=Limits(processes=64), trees=(sys.base_prefix,)), driver=driver)
     source = (
         "import os, signal, threading, subprocess\n"
         "pid = os.fork()\nif pid == 0:\n  os.kill(os.getpid(), signal.SIGSTOP); os._exit(0)\n"
@@ -248,7 +250,9 @@ def test_stopping_itself_and_hiding_from_a_freeze(hostile, python):
     )
     read, write = os.pipe()
     execution = hostile.start([python, "-S", "-c", source], stdin=read)
-    pid = next(iter(execution)).data.decode().strip()
+    first = next(iter(execution))
+    assert first.stream == "stdout", first
+    pid = first.data.decode().strip()
     for _ in range(3):
         hostile.checkpoint()
     state = hostile.exec(["sh", "-c", f"cut -d' ' -f3 /proc/{pid}/stat"])

@@ -77,6 +77,17 @@ def test_a_snapshot_of_another_template_driver_or_machine_is_refused_by_name(san
         assert refused.value.field == field
 
 
+def test_a_snapshot_that_does_not_fit_its_limit_is_told(sandboxes, box):
+    store = sandboxes.home.store
+    box.exec(["sh", "-c", "head -c 3000000 /dev/urandom > /workspace/a"])
+    snapshot = box.checkpoint()
+    limits = {**snapshot.spec["limits"], "disk_bytes": 1 << 20}
+    with store.writing() as batch:
+        batch.publish(replace(snapshot, id="snap-tight", spec={**snapshot.spec, "limits": limits}))
+    with pytest.raises(SandboxError, match="do not fit into disk_bytes=1048576"):
+        sandboxes.resume("snap-tight")
+
+
 def test_a_missing_or_damaged_environment_is_named(sandboxes, box):
     log = TrajectoryLog(sandboxes, "t")
     events, tokens = run_steps(log, box, 1)

@@ -7,7 +7,6 @@ resumed sandbox starts without any. Works for root and, where user namespaces ar
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import select
@@ -197,7 +196,7 @@ class ProcMachine:
         text, disk = str(message["error"]), self.spec.limits.disk_bytes
         if message.get("kind") == "ValueError":
             raise StoreDamaged(f"sandbox {self.sandbox} cannot be restored: {text}")
-        if message.get("errno") == errno.ENOSPC:
+        if message.get("kind") == layer.NoRoom.__name__:
             raise SandboxError(f"sandbox {self.sandbox}: its files do not fit into disk_bytes={disk}")
         raise DriverUnavailable(f"proc: {text}")
 

@@ -27,6 +27,10 @@ _HOLE = 0xFFFFFFFF
 _OPAQUE = "user.overlay.opaque"
 
 
+class NoRoom(Exception):
+    """The folders that a layer is written into are full."""
+
+
 def digest(data: bytes) -> str:
     """Name of a blob: SHA-256, hexadecimal; where the processor has instructions for it, twice as fast as blake2b."""
     return hashlib.sha256(data).hexdigest()
@@ -196,7 +200,17 @@ def restore(entries: Sequence[dict[str, Any]], uppers: Sequence[str], trees: Seq
 
     Raises:
         ValueError: an entry breaks its rules, or a blob is missing, truncated or corrupt (which one is said).
+        NoRoom: it does not fit.
     """
+    try:
+        _restore(entries, uppers, trees, blobs)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG):
+            raise NoRoom(str(error)) from error
+        raise
+
+
+def _restore(entries: Sequence[dict[str, Any]], uppers: Sequence[str], trees: Sequence[str], blobs: str) -> None:
     folders: dict[str, dict[str, Any]] = {}
 
     def target(path: str) -> str:

@@ -82,7 +82,7 @@ def _start(request: dict[str, Any], control: socket.socket, requests: socket.soc
 def _complain(control: socket.socket, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-        wire.send(control, {"error": str(error) or kind, "kind": kind, "errno": getattr(error, "errno", None)})
+        wire.send(control, {"error": str(error) or kind, "kind": kind})
 
 
 def _write_map(path: str, lines: list[str], setgroups: str) -> None:
