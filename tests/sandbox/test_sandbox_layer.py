@@ -10,7 +10,7 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune.sandbox.guest import layer, wire
@@ -133,6 +133,7 @@ entries = st.dictionaries(
 )
 
 
+@example([{"path": "a", "type": "hard"}], b"")
 @given(st.lists(entries | json_values, max_size=4), st.binary(max_size=40))
 def test_a_stream_of_anything_is_a_value_error_or_entries(items, tail):
     data = (

@@ -174,7 +174,7 @@ def check(entry: Any) -> None:
     """Raise ValueError unless `entry` is a well-formed layer entry whose path stays inside of the root."""
     if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
         raise ValueError("an entry without a path")
-    for path in (entry["path"], entry["to"] if entry.get("type") == "hard" else "x"):
+    for path in (entry["path"], entry.get("to") if entry.get("type") == "hard" else "x"):
         if not isinstance(path, str) or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
             raise ValueError(f"a path that leaves the root: {path!r}")
     kind = entry.get("type")
