@@ -7,7 +7,7 @@ from typing import Any
 
 # Imported when first used: the fork server imports this package too, and stays small.
 _PUBLIC = {
-    "Sandboxes": "client", "Sandbox": "client", "Execution": "client", "AsyncSandboxes": "asynchronous",
+    "Sandboxes": "sandboxes", "Sandbox": "client", "Execution": "execution", "AsyncSandboxes": "asynchronous",
     "AsyncSandbox": "asynchronous", "Spec": "protocol", "Limits": "protocol", "Result": "protocol", "Output": "protocol",
     "State": "protocol", "Probe": "protocol", "StepManifest": "manifest", "TrajectoryLog": "manifest", "Store": "store",
 }  # fmt: skip

@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perilune.sandbox.client import Execution, Sandbox, Sandboxes
+from perilune.sandbox.client import Sandbox
+from perilune.sandbox.execution import Execution
 from perilune.sandbox.protocol import GuestFile, OnOutput, Output, Result, Spec, State
+from perilune.sandbox.sandboxes import Sandboxes
 from perilune.sandbox.store import Snapshot
 
 T = TypeVar("T")
@@ -26,7 +28,7 @@ MOST_THREADS = 512
 
 
 class AsyncSandboxes:
-    """See `client.Sandboxes`; the same arguments."""
+    """See `sandboxes.Sandboxes`; the same arguments."""
 
     def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
         self.blocking = Sandboxes(folder, sync=sync, max_bytes=max_bytes)

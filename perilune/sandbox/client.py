@@ -1,33 +1,25 @@
-"""The core: sandboxes in their states, over a driver and the snapshot store. Blocking calls, safe from several threads.
+"""One sandbox in its states, over a driver's machine and the snapshot store. Blocking calls, safe from several threads.
 
-    with Sandboxes() as sandboxes:
-        box = sandboxes.create()
-        box.exec(["sh", "-c", "echo hello > /workspace/a"])
-        snapshot = box.checkpoint()
-        judge, = box.fork(1)
-
-`asynchronous.py` puts the same calls into an event loop.
+`sandboxes.py` makes them; `asynchronous.py` puts the same calls into an event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets as randomness
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from perilune.config.parse import from_dict, to_dict
+from perilune.config.parse import to_dict
 from perilune.errors import ConfigError, SandboxError
-from perilune.sandbox.drivers import driver as make_driver
 from perilune.sandbox.drivers.running import Running
+from perilune.sandbox.execution import Execution
 from perilune.sandbox.guest import linux
-from perilune.sandbox.home import Home, Record
+from perilune.sandbox.home import Record
 from perilune.sandbox.protocol import (
     TRANSITIONS,
     Capabilities,
@@ -36,17 +28,18 @@ from perilune.sandbox.protocol import (
     GuestFile,
     GuestLost,
     Machine,
-    Mismatch,
     OnOutput,
-    Output,
     Process,
     Result,
     SecretInSnapshot,
     Spec,
     State,
     TransitionError,
-)  # fmt: skip
+)
 from perilune.sandbox.store import Snapshot
+
+if TYPE_CHECKING:
+    from perilune.sandbox.sandboxes import Sandboxes
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -57,60 +50,6 @@ ENVIRONMENT = {
 MOST_FORKS = 64
 SHORTEST_SECRET = 8
 """Bytes below which a secret is not looked for in files: it would be found everywhere."""
-
-
-class Execution:
-    """A command that runs: iterate over its output, then take `result()`."""
-
-    def __init__(self, sandbox: Sandbox, machine: Machine, process: Process, running: Running) -> None:
-        self.sandbox, self.process, self.running = sandbox, process, running
-        self._machine, self._begun = machine, time.monotonic()
-        self._kills = machine.out_of_memory_kills()
-        self._result: Result | None = None
-        self._outputs = running.outputs()
-
-    def __iter__(self) -> Iterator[Output]:
-        return self._outputs
-
-    def __enter__(self) -> Execution:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def kill(self) -> None:
-        """End it and what it started; its result still comes."""
-        self.running.kill()
-
-    def close(self) -> None:
-        """Leave it; if it still runs it is killed."""
-        self.process.close()
-        self.sandbox._finished(self)
-
-    def result(self) -> Result:
-        """Wait for the end; output not taken before is kept as `Limits.output_bytes` allows.
-
-        Raises:
-            GuestLost: the whole guest ended.
-        """
-        if self._result is None:
-            try:
-                for _ in self._outputs:
-                    pass
-                done = self.process.finish()
-            except GuestLost:
-                self.sandbox._lost(self._machine)
-                raise
-            finally:
-                self.close()
-            kept, total, killed = self.running.kept, self.running.total, self._machine.out_of_memory_kills()
-            self._result = Result(
-                code=int(done["code"]), signal=int(done["signal"]), stdout=bytes(kept["stdout"]), stderr=bytes(kept["stderr"]),
-                stdout_bytes=total["stdout"], stderr_bytes=total["stderr"], timed_out=self.running.timed_out,
-                out_of_memory=killed > self._kills, seconds=time.monotonic() - self._begun, cpu_seconds=float(done["cpu"]),
-                peak_bytes=int(done["rss"]), driver=self.sandbox.driver.name, guarantees=self._machine.guarantees,
-            )  # fmt: skip
-        return self._result
 
 
 class Sandbox:
@@ -458,149 +397,3 @@ class Sandbox:
         if self.state is not State.PAUSED or self._frozen:
             raise TransitionError(self.name, self.state, "release")
         self.owner._release(self)
-
-
-class Sandboxes:
-    """All sandboxes of a folder, as far as this process made or opened them; closing destroys those that live.
-
-    Args:
-        folder: where records, snapshots and templates lie; None = `home.default_folder()`.
-        sync: how snapshots are written (`store.SYNCS`).
-        max_bytes: most bytes of stored blobs.
-    """
-
-    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
-        self.home = Home(folder, sync=sync, max_bytes=max_bytes)
-        self._drivers: dict[str, Driver] = {}
-        self._probes: dict[str, Any] = {}
-        self._live: dict[str, Sandbox] = {}
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> Sandboxes:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def driver(self, name: str) -> Driver:
-        """The driver of that name, made once."""
-        with self._lock:
-            if name not in self._drivers:
-                self._drivers[name] = make_driver(name, self.home.folder / name)
-            return self._drivers[name]
-
-    def probe(self, name: str) -> Any:
-        """What the driver found by running something; looked at once."""
-        if name not in self._probes:
-            self._probes[name] = self.driver(name).probe()
-        return self._probes[name]
-
-    def create(self, spec: Spec | None = None, *, driver: str = "proc", name: str | None = None) -> Sandbox:
-        """A new sandbox, running.
-
-        Raises:
-            DriverUnavailable: the kernel refuses what the driver needs.
-            SandboxError: the name is taken.
-        """
-        return self._make(spec or Spec(), driver, name, None)
-
-    def _make(self, spec: Spec, driver: str, name: str | None, snapshot: Snapshot | None) -> Sandbox:
-        chosen = self.driver(driver)
-        record = self.home.new_record(f"sb{randomness.token_hex(6)}", name, driver, to_dict(spec))
-        record.snapshot = snapshot.id if snapshot else None
-        sandbox = Sandbox(self, chosen, spec, record)
-        try:
-            sandbox._begin(snapshot.layer if snapshot else None)
-            self.home.save(record)
-        except BaseException:
-            sandbox._end_machine()
-            self.home.forget(record)
-            raise
-        with self._lock:
-            self._live[sandbox.id] = sandbox
-        return sandbox
-
-    def checked(self, name: str) -> Snapshot:
-        """A snapshot that can be resumed here.
-
-        Raises:
-            Mismatch: driver, processor or template differ; names the field.
-            StoreDamaged: it is not whole.
-        """
-        snapshot = self.home.store.snapshot(name)
-        what = f"snapshot {name}"
-        for key, wanted in (("machine", linux.machine()), ("contains", "files")):
-            if getattr(snapshot, key) != wanted:
-                raise Mismatch(key, getattr(snapshot, key), wanted, what)
-        spec = from_dict(Spec, snapshot.spec)
-        now = self.driver(snapshot.driver).template_hash(spec)
-        if snapshot.template_hash != now:
-            raise Mismatch("template_hash", snapshot.template_hash, now, what)
-        return snapshot
-
-    def resume(self, snapshot: str, *, name: str | None = None) -> Sandbox:
-        """A new sandbox from a snapshot, as often as wanted; each gets its own identity and generation.
-
-        Raises:
-            Mismatch, StoreDamaged: see `checked`.
-        """
-        found = self.checked(snapshot)
-        return self._make(from_dict(Spec, found.spec), found.driver, name, found)
-
-    def open(self, name: str) -> Sandbox:
-        """Take up a paused sandbox of this folder by name or id; it stays paused until `Sandbox.resume`.
-
-        Raises:
-            SandboxError: there is none, another process has it, or its owner was killed and it has no snapshot.
-        """
-        record = self.home.take(name)
-        sandbox = Sandbox(self, self.driver(record.driver), from_dict(Spec, record.spec), record)
-        sandbox.state, sandbox.generation = State.PAUSED, record.generation
-        with self._lock:
-            self._live[sandbox.id] = sandbox
-        return sandbox
-
-    def shelve(self, snapshot: str, *, name: str | None = None) -> Record:
-        """A paused sandbox from a snapshot, without starting anything; `open` and `Sandbox.resume` bring it to life.
-
-        It has a snapshot record of its own, so it outlives the one that it was made from.
-
-        Raises:
-            Mismatch, StoreDamaged: see `checked`.
-        """
-        found = self.checked(snapshot)
-        copy = self.home.store.copy(found)
-        try:
-            record = self.home.new_record(f"sb{randomness.token_hex(6)}", name, found.driver, found.spec)
-        except SandboxError:
-            self.home.store.delete([copy.id])
-            raise
-        record.snapshot, record.state = copy.id, State.PAUSED.value
-        self.home.save(record)
-        self.home.release(record)
-        return record
-
-    def _forget(self, sandbox: Sandbox, lost: bool = False) -> None:
-        with self._lock:
-            self._live.pop(sandbox.id, None)
-        if lost and sandbox.snapshot is not None and sandbox.record.name != sandbox.id:
-            # Whoever gave it a name finds it as lost, with the snapshot that is left of it.
-            self.home.save(sandbox.record)
-            self.home.release(sandbox.record)
-        else:
-            self.home.forget(sandbox.record)
-
-    def _release(self, sandbox: Sandbox) -> None:
-        with self._lock:
-            self._live.pop(sandbox.id, None)
-        self.home.save(sandbox.record)
-        self.home.release(sandbox.record)
-
-    def close(self) -> None:
-        """Destroy the sandboxes that live here and end the drivers."""
-        for sandbox in list(self._live.values()):
-            with contextlib.suppress(SandboxError):
-                sandbox.destroy()
-        for driver in self._drivers.values():
-            driver.close()
-        self._drivers.clear()

@@ -22,7 +22,7 @@ from typing import Any
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.drivers import cgroup
-from perilune.sandbox.drivers.proc import remove_scratch
+from perilune.sandbox.drivers.proc_machine import remove_scratch
 from perilune.sandbox.protocol import State
 from perilune.sandbox.store import Store
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import ConfigError, SandboxError
-from perilune.sandbox.client import Sandbox, Sandboxes
+from perilune.sandbox.client import Sandbox
 from perilune.sandbox.protocol import Mismatch, StoreDamaged
+from perilune.sandbox.sandboxes import Sandboxes
 
 _STEP = re.compile(r"step-(\d{6,})\.json")
 

@@ -2,7 +2,7 @@
 
     Sandboxes.create ─ exec, files, ports ─ checkpoint ─ fork ─ pause / resume ─ destroy
 
-`client.py` holds the one core that keeps these rules; `drivers/` hold the mechanisms. Every result names its driver and what that
+`client.py` and `sandboxes.py` are the one core that keeps these rules; `drivers/` hold the mechanisms. Every result names its driver and what that
 driver guarantees.
 """
 
