@@ -98,7 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(stateful_step_count=60)
-TestCacheMachine = pytest.mark.soak(CacheMachine.TestCase)
+TestCacheMachine = pytest.mark.timeout(7200)(pytest.mark.soak(CacheMachine.TestCase))
 
 
 # ---- faults that other engines had; each must be found
