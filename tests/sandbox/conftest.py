@@ -23,6 +23,8 @@ def probes(tmp_path_factory) -> dict[str, Probe]:
 @pytest.fixture(params=list(DRIVERS))
 def driver(request, probes) -> str:
     probe = probes[request.param]
+    # A kernel that refuses a namespace or a mount is a reason; a program that ran and found something wrong is a fault.
+    assert probe.passed or "a program in the sandbox ended with" not in probe.reason, probe.reason
     if not probe.passed:
         pytest.skip(f"driver {probe.driver}: {probe.reason}")
     return probe.driver

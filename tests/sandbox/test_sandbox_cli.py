@@ -169,6 +169,23 @@ def test_a_stopped_run_leaves_nothing(cli, home):
     assert told(cli("ps", "--json"))["sandboxes"] == []
 
 
+def test_a_killed_run_is_listed_as_lost_and_removed_on_demand(cli, home):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perilune", "sandbox", "run", "--name", "job", "--", "sh", "-c", "echo up; sleep 1000"],
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    busy = cli("rm", "job")
+    assert busy.returncode == 1 and f"in use by process {process.pid}".encode() in busy.stderr
+    process.kill()
+    process.wait(60)
+    assert [(entry["name"], entry["state"]) for entry in told(cli("ps", "--json"))["sandboxes"]] == [("job", "lost")]
+    gone = cli("resume", "job", "--", "true")
+    assert gone.returncode == 1 and b"job is lost" in gone.stderr
+    assert told(cli("rm", "--lost", "--json"))["removed"] == ["job"]
+    assert told(cli("ps", "--json"))["sandboxes"] == []
+
+
 def test_shell_is_a_terminal_in_the_sandbox(home):
     pid, master = pty.fork()
     if pid == 0:
