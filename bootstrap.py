@@ -255,8 +255,10 @@ def set_up(extras):
             torch = torch_version(PYTHON)
             if torch is None:
                 stop(f"torch was installed but does not import: run `{PYTHON} -c 'import torch'` to see why")
-        install_package(done | set(extras))
-        write_stamp(done | set(extras), torch)
+        names = done | set(extras)
+        # Beside a CPU build of torch the tests get the Triton they are written for; a torch for GPUs brings its own.
+        install_package(names | {"interpreter"} if "dev" in names and "+cpu" in torch else names)
+        write_stamp(names, torch)
     say(f"ready: torch {torch} in {VENV}")
 
 

@@ -115,6 +115,19 @@ def test_a_missing_extra_is_noticed(installed, no_processes):
         installed.set_up(["dev"])
 
 
+@pytest.mark.parametrize(
+    ("torch", "extras"), [("2.13.0+cpu", {"dev", "interpreter"}), ("2.13.0", {"dev"}), ("2.11.0+cu130", {"dev"})]
+)
+def test_the_tests_own_triton_stays_off_a_torch_that_brings_one(bootstrap, monkeypatch, torch, extras):
+    installed = []
+    monkeypatch.setattr(bootstrap, "torch_version", lambda python: torch)
+    monkeypatch.setattr(bootstrap, "make_venv", lambda see_system: None)
+    monkeypatch.setattr(bootstrap, "install_package", installed.append)
+    monkeypatch.setattr(bootstrap, "write_stamp", lambda names, torch: None)
+    bootstrap.set_up(["dev"])
+    assert installed == [extras]
+
+
 @pytest.mark.parametrize("change", ["root", "requirements", "torn", "no python"])
 def test_a_stamp_that_does_not_describe_this_folder_counts_for_nothing(installed, change):
     stamp = Path(installed.STAMP)
