@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import tested_triton
 import torch
 from torch import Tensor
 
-if reason := tested_triton.obstacle():
+from perilune.ops.triton.available import missing
+
+if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)

@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import tested_triton
+
+from perilune.ops.triton.available import missing
 
 FILES = sorted(Path(__file__).parent.rglob("interpreted_*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("interpreted_"))
 def test_in_the_interpreter(file: Path) -> None:
-    if reason := tested_triton.obstacle():
+    if reason := missing():
         pytest.skip(reason)
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PERILUNE_OPS", None)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from perilune.ops.choice import Choice, forced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TESTED = "3.6."  # the compiler and the interpreter change from release to release
 OLDEST = (8, 0)  # compute capability that the kernels are written for; measured on 9.0
 
 
@@ -26,12 +27,14 @@ def interpreted() -> bool:
 
 @cache
 def missing() -> str | None:
-    """Why Triton cannot be imported here; None if it can."""
+    """Why there is no Triton that the kernels are written for; None if there is."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return "Triton is not installed; pip install perilune[kernels]"
-    return None
+    if triton.__version__.startswith(TESTED):
+        return None
+    return f"the kernels are written for Triton {TESTED}x, here is {triton.__version__}"
 
 
 @cache
