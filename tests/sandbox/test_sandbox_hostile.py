@@ -13,6 +13,7 @@ import perilune
 from perilune.errors import SandboxError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.guest import seccomp
+from perilune.sandbox.protocol import CHANGES
 
 TIGHT = Limits(
     memory_bytes=96 << 20,
@@ -123,6 +124,21 @@ def test_links_out_of_the_root_lead_into_it(hostile, tmp_path):
     hostile.write_file("/workspace/a", b"guest")
     assert outside.read_text() == "host"
     assert hostile.exec(["cat", str(outside)]).stdout == b"guest"
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_link_saved_where_a_tree_is_mounted_leads_no_restore_to_the_host(sandboxes, driver, tmp_path, changes):
+    """The folder above a mount can be renamed; whoever restores it must not follow the link that took its place."""
+    tree, outside = tmp_path / "above/tree", tmp_path / "outside"
+    tree.mkdir(parents=True)
+    outside.mkdir()
+    box = sandboxes.create(Spec(limits=TIGHT, trees=(str(tree),), changes=changes), driver=driver)
+    script = f"mv {tree.parent} {tree.parent}.old && ln -s {outside} {tree.parent}; rmdir /workspace; ln -s {outside} /workspace"
+    assert box.exec(["sh", "-c", script], cwd="/").code == 0
+    snapshot = box.checkpoint()
+    with pytest.raises(SandboxError, match="is no folder, and .* must be mounted there"):
+        sandboxes.resume(snapshot.id)
+    assert list(outside.iterdir()) == [] and box.exec(["true"], cwd="/").code == 0
 
 
 def test_the_hosts_files_are_not_there(hostile):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import struct
 from typing import Any
 
@@ -20,12 +21,16 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> tuple[li
     """Mount the guest's root and make it this process's root.
 
     Args:
-        request: `base` (an empty folder to mount on), `changes` and `scratch` (an empty folder for them if on disk), `trees` ([{path, lower}]; tree 0 is the root; lower null = an empty
-            writable folder), `disk_bytes`, `inodes`, `blobs`, `hostname`, `network`.
+        request: `base` (an empty folder to mount on), `changes` and `scratch` (an empty folder for them if on disk), `trees`
+            ([{path, lower}]; tree 0 is the root; lower null = an empty writable folder), `disk_bytes`, `inodes`, `blobs`,
+            `hostname`, `network`.
         stored: entries of the layer to start from.
 
     Returns:
         Descriptors of the upper folders, one a tree, which the guest has no path to; and where they are: "memory" or "disk".
+
+    Raises:
+        ValueError: the layer is damaged, or has a link where a folder must be mounted.
     """
     base, trees = request["base"], request["trees"]
     paths = [tree["path"] for tree in trees]
@@ -47,28 +52,39 @@ def make_root(request: dict[str, Any], stored: list[dict[str, Any]]) -> tuple[li
         os.chmod(upper, 0o1777 if not tree["lower"] else info.st_mode & 0o7777)
     layer.restore(stored, uppers, paths, request["blobs"])
     for number, (tree, upper) in enumerate(zip(trees, uppers)):
-        target = os.path.join(root, tree["path"]).rstrip("/")
         if tree["path"].startswith("dev/"):
             continue
-        os.makedirs(target, exist_ok=True)
+        target = _mount_point(root, tree["path"])
         parts = {"lowerdir": tree["lower"], "upperdir": upper, "workdir": f"{holder}/work{number}"}
         data = ",".join(f"{name}={_escaped(path)}" for name, path in parts.items()) + ",userxattr"
         linux.mount("overlay", target, "overlay", linux.MS_NOSUID | linux.MS_NODEV, data)
-    os.makedirs(f"{root}/workspace", exist_ok=True)  # Where commands start; an image may have none.
-    _make_proc(f"{root}/proc")
-    _make_dev(f"{root}/dev", uppers[paths.index("dev/shm")])
-    if (
-        request["network"] == "host"
-        and os.path.isfile(f"{root}/etc/resolv.conf")
-        and os.path.isfile("/etc/resolv.conf")
-    ):
-        linux.bind(os.path.realpath("/etc/resolv.conf"), f"{root}/etc/resolv.conf")
+    if not os.path.lexists(f"{root}/workspace"):  # Where commands start; an image may have none.
+        os.mkdir(f"{root}/workspace")
+    _make_proc(_mount_point(root, "proc"))
+    _make_dev(_mount_point(root, "dev"), uppers[paths.index("dev/shm")])
+    if request["network"] == "host" and os.path.isfile("/etc/resolv.conf"):
+        resolver = f"{_mount_point(root, 'etc')}/resolv.conf"
+        if os.path.lexists(resolver) and stat.S_ISREG(os.lstat(resolver).st_mode):
+            linux.bind(os.path.realpath("/etc/resolv.conf"), resolver)
     fds = [os.open(upper, os.O_RDONLY | os.O_DIRECTORY) for upper in uppers]
     linux.change_root(root)
     linux.set_hostname(request["hostname"])
     if request["network"] != "host":
         _loopback_up()
     return fds, "disk" if on_disk else "memory"
+
+
+def _mount_point(root: str, path: str) -> str:
+    """The folder `path` under `root`, made if missing. A link in it, which the host would follow to its own files, is refused."""
+    target = root
+    for part in path.split("/") if path else ():
+        target = f"{target}/{part}"
+        try:
+            if not stat.S_ISDIR(os.lstat(target).st_mode):
+                raise ValueError(f"{target.removeprefix(root)} is no folder, and /{path} must be mounted there")
+        except FileNotFoundError:
+            os.mkdir(target)
+    return target
 
 
 def _keeps_attributes(folder: str) -> bool:
@@ -86,7 +102,6 @@ def _escaped(path: str) -> str:
 
 
 def _make_proc(target: str) -> None:
-    os.makedirs(target, exist_ok=True)
     linux.mount("proc", target, "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     # Second guard beside the system-call filter: no user namespace can be made inside of this one.
     _write(f"{target}/sys/user/max_user_namespaces", "0")
@@ -99,7 +114,6 @@ def _make_proc(target: str) -> None:
 
 
 def _make_dev(target: str, shared_memory: str) -> None:
-    os.makedirs(target, exist_ok=True)
     linux.mount("dev", target, "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
     for name in DEVICES:
         os.close(os.open(f"{target}/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
