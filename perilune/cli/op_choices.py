@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-_SIZES = {"B": 2, "T": 32, "S": 32, "D": 64, "L": 32, "H": 2, "K": 64, "V": 64, "N": 64, "E": 8, "A": 2, "F": 32, "X": 128, "W": 4, "Z": 256, "n": 32, "r": 16, "I": 64, "O": 32, "M": 32}  # fmt: skip
+_SIZES = {"B": 2, "T": 32, "S": 32, "D": 64, "L": 32, "H": 2, "K": 64, "V": 64, "N": 64, "E": 8, "A": 2, "F": 32, "X": 128, "W": 4, "Z": 256, "n": 32, "r": 16, "I": 64, "O": 32, "M": 32, "P": 64}  # fmt: skip
 _DTYPES = ("fp32", "bf16")
 
 

@@ -221,7 +221,7 @@ def test_select_says_why() -> None:
 
 
 def test_no_compiler_means_torch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERILUNE_NATIVE", "0")
+    monkeypatch.setattr(build, "switched_off", lambda: True)
     monkeypatch.setattr(rows, "_loaded", {})
     choice = norm.select(torch.randn(2, 8))
     assert choice.implementation == "torch" and "PERILUNE_NATIVE=0" in choice.reason

@@ -93,6 +93,9 @@ box.exec(["sleep", "1000"])
     assert select.select([fd], [], [], 30)[0]
     os.close(fd)
     assert guest_pids(box_id) == []
+    with Sandboxes(home, sync="none") as sandboxes:
+        sandboxes.home.reap()
+    assert groups(box_id) == []
 
 
 def test_a_lost_sandbox_names_its_last_snapshot_and_that_resumes(driver, home):
@@ -113,6 +116,7 @@ sys.stdin.read()
         assert sandboxes.resume(snapshot).read_file("/workspace/a") == b"saved\n"
         with pytest.raises(SandboxError, match=f"last snapshot is {snapshot}"):
             sandboxes.open("victim")
+        sandboxes.home.remove("victim")
 
 
 SAVER = """

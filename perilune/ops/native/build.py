@@ -55,7 +55,7 @@ class BuildError(Exception):
 def load(name: str, folder: Path = SOURCE_FOLDER) -> ctypes.CDLL | None:
     """Return the compiled kernel library `folder/name.c`, building it if needed; None if it cannot be had.
 
-    The answer is remembered for the life of the process, except that PERILUNE_NATIVE is read on every call.
+    The answer is remembered for the life of the process.
     """
     return None if _outcome(name, folder) is not None else _loaded[name, folder]
 
@@ -65,8 +65,14 @@ def unavailable_reason(name: str, folder: Path = SOURCE_FOLDER) -> str | None:
     return _outcome(name, folder)
 
 
+@lru_cache
+def switched_off() -> bool:
+    """Whether PERILUNE_NATIVE says so, read once: a decode step asks dozens of times a token."""
+    return os.environ.get("PERILUNE_NATIVE", "").strip().lower() in ("0", "off", "false", "no")
+
+
 def _outcome(name: str, folder: Path) -> str | None:
-    if os.environ.get("PERILUNE_NATIVE", "").strip().lower() in ("0", "off", "false", "no"):
+    if switched_off():
         return "native kernels are switched off (PERILUNE_NATIVE=0)"
     key = (name, folder)
     if key in _loaded:

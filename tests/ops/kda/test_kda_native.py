@@ -11,6 +11,7 @@ from kda_cases import IN_KERNEL, assert_close, outputs_and_gradients, raw_inputs
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, fused_recurrent_kda, recurrent_kda_reference, select
 from perilune.ops.kda import native as kda_native
+from perilune.ops.native import build
 from perilune.ops.native.build import unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason("kda") is not None, reason=str(unavailable_reason("kda")))
@@ -48,7 +49,7 @@ def test_select_takes_it_and_says_why() -> None:
 
 
 def test_without_it_the_torch_form_runs_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERILUNE_NATIVE", "0")
+    monkeypatch.setattr(build, "switched_off", lambda: True)
     choice = select("cpu", torch.float32)
     assert choice.implementation == "torch" and "PERILUNE_NATIVE=0" in choice.reason
     inputs = {n: x.float() for n, x in raw_inputs(1, 20, 1, 1, 8, 6).items()}
