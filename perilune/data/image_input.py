@@ -24,5 +24,7 @@ def image_processor(config: TrainConfig) -> ImageProcessor:
         return ImageProcessor(ImageProcessorConfig(**sizes))
     side = config.data.vision.image_size // vision.patch_size
     return ImageProcessor(
-        ImageProcessorConfig(**sizes, patch_limit_on_one_side=side, in_patch_limit=side**2, in_patch_limit_each_frame=side**2)
+        ImageProcessorConfig(
+            **sizes, patch_limit_on_one_side=side, in_patch_limit=side**2, in_patch_limit_each_frame=side**2
+        )
     )

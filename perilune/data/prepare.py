@@ -127,9 +127,7 @@ def training_sources(
     text: TokenStream = data.train
     if long_document_weight:
         text = RepeatedDocuments(data.train, long_document_repeats(np.diff(data.train.offsets), long_document_weight))
-    sources: dict[str, tuple[Source, float]] = {
-        "text": (TextSource(text), 1.0 - synthetic_fraction - pictures_share)
-    }
+    sources: dict[str, tuple[Source, float]] = {"text": (TextSource(text), 1.0 - synthetic_fraction - pictures_share)}
     if synthetic_fraction > 0:
         tasks = [TASKS[name]() for name in synthetic]
         ordinary = min(data.tokenizer.special.ids.values())

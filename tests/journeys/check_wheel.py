@@ -47,8 +47,14 @@ def main(arguments: list[str]) -> int:
         run_from(site, "inspect", "--preset", "tiny", "--json")
         demo = json.loads(run_from(site, "demo", "--steps", "24", "--json"))
         report = (site.parent / demo["report"]).read_text(encoding="utf-8")
-        if demo["train"]["steps"] != 24 or demo["serve"]["cached_tokens_second_turn"] < 1 or "plotly" not in report.lower():
-            print(f"FAILED the demo from the wheel: {demo['train']}, {demo['serve']}, report of {len(report)} characters")
+        if (
+            demo["train"]["steps"] != 24
+            or demo["serve"]["cached_tokens_second_turn"] < 1
+            or "plotly" not in report.lower()
+        ):
+            print(
+                f"FAILED the demo from the wheel: {demo['train']}, {demo['serve']}, report of {len(report)} characters"
+            )
             return 1
     print(f"{wheel.name}: {len(zipfile.ZipFile(wheel).namelist())} files, runs away from the source tree")
     return 0
