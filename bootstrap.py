@@ -257,7 +257,7 @@ def set_up(extras):
                 stop(f"torch was installed but does not import: run `{PYTHON} -c 'import torch'` to see why")
         names = done | set(extras)
         # Beside a CPU build of torch the tests get the Triton they are written for; a torch for GPUs brings its own.
-        install_package(names | {"interpreter"} if "dev" in names and "+cpu" in torch else names)
+        install_package(names | {"interpreter"} if "dev" in names and torch.endswith("+cpu") else names)
         write_stamp(names, torch)
     say(f"ready: torch {torch} in {VENV}")
 
