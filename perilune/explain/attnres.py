@@ -11,6 +11,7 @@ from perilune.explain.depth import running_sum_last, site_name, source_names
 from perilune.explain.explanation import Explanation
 from perilune.explain.subject import Subject, numbered
 from perilune.model.probe import probe
+from perilune.model.residual import DepthRead, scored_sources
 from perilune.ops.attnres import mix_weights
 from perilune.ops.attnres.reference import mix_weights_reference
 
@@ -100,8 +101,8 @@ def output_weights(subject: Subject) -> np.ndarray:
     """Weights of the output site for each token, `[T, M]`."""
     found: list[torch.Tensor] = []
 
-    def hook(read: torch.nn.Module, args: tuple[list[torch.Tensor]]) -> None:
-        found.append(mix_weights(args[0], read.score_weight, read.eps))
+    def hook(read: DepthRead, args: tuple) -> None:
+        found.append(mix_weights(scored_sources(*args[:2]), read.score_weight, read.eps))
 
     handle = subject.model.output_read.register_forward_pre_hook(hook)
     try:

@@ -37,8 +37,8 @@ class Block(nn.Module):
         self, stream: Stream, state: LayerState | None, segments: Segments | None, past: list[int] | None
     ) -> None:
         """Read from and write to `stream`; `state` is updated in place."""
-        x = self.mixer_read(stream.sources()) if self.depth_reads else stream.sources()[0]
-        out, _ = self.mixer(self.mixer_norm(x), state, segments, past)
+        x = stream.read(self.mixer_read if self.depth_reads else None, self.mixer_norm)
+        out, _ = self.mixer(x, state, segments, past)
         stream.add_mixer(self.index, out)
-        x = self.ffn_read(stream.sources()) if self.depth_reads else stream.sources()[0]
-        stream.add_ffn(self.ffn(self.ffn_norm(x)))
+        x = stream.read(self.ffn_read if self.depth_reads else None, self.ffn_norm)
+        stream.add_ffn(self.ffn(x))

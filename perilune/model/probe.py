@@ -13,7 +13,7 @@ from torch import Tensor
 from perilune.model.kda import KDA
 from perilune.model.latent_moe import LatentMoE
 from perilune.model.mla import GatedMLA
-from perilune.model.residual import DepthRead
+from perilune.model.residual import DepthRead, scored_sources
 from perilune.model.transformer import Transformer
 from perilune.ops.attnres import mix_weights
 from perilune.ops.mla import max_logit
@@ -45,8 +45,8 @@ class Probe:
             self._watch_read("output", model.output_read)
 
     def _watch_read(self, site: str, read: DepthRead) -> None:
-        def hook(module: DepthRead, args: tuple[list[Tensor]]) -> None:
-            weights = mix_weights(args[0], module.score_weight, module.eps)
+        def hook(module: DepthRead, args: tuple) -> None:
+            weights = mix_weights(scored_sources(*args[:2]), module.score_weight, module.eps)
             self.reads.append((site, weights.flatten(0, -2).double().mean(0)))
 
         self.handles.append(read.register_forward_pre_hook(hook))

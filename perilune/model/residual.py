@@ -14,13 +14,14 @@ single source it is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
-from perilune.ops.attnres import mix
+from perilune.model.norm import RMSNorm
+from perilune.ops.attnres import read
 
 
 class DepthRead(nn.Module):
@@ -37,9 +38,34 @@ class DepthRead(nn.Module):
         """norm · query, `[D]`: scores are linear in it, so the two parameters act as one vector."""
         return self.norm * self.query
 
-    def forward(self, sources: list[Tensor]) -> Tensor:
-        """Mix `[B, T, D]` sources."""
-        return sources[0] if len(sources) == 1 else mix(sources, self.score_weight, self.eps)
+    def forward(
+        self, sources: Sequence[Tensor], pending: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mix `[B, T, D]` sources; one call, so that a GPU needs one pass over them.
+
+        Args:
+            sources: oldest first, the running sum last.
+            pending: an output that the running sum still lacks.
+            norm: applied to the mix.
+
+        Returns:
+            The mix, and the running sum with `pending` in it.
+        """
+        *bank, live = sources
+        if bank:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return read(bank, live, pending, self.score_weight, self.eps, weight, eps)
+        live = _add(live, pending)
+        return live if norm is None else norm(live), live
+
+
+def _add(live: Tensor, pending: Tensor | None) -> Tensor:
+    return live if pending is None else live + pending
+
+
+def scored_sources(sources: Sequence[Tensor], pending: Tensor | None = None) -> list[Tensor]:
+    """What a `DepthRead` called with these arguments mixes: for probes."""
+    return [*sources[:-1], _add(sources[-1], pending)]
 
 
 class PlainStream:
@@ -48,9 +74,9 @@ class PlainStream:
     def __init__(self, embedded_BTD: Tensor) -> None:
         self.sum = embedded_BTD
 
-    def sources(self) -> list[Tensor]:
-        """The running sum alone."""
-        return [self.sum]
+    def read(self, site: DepthRead | None, norm: RMSNorm | None) -> Tensor:
+        """The running sum, normalised; there are no sites."""
+        return self.sum if norm is None else norm(self.sum)
 
     def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
         """Add a mixer's output."""
@@ -64,29 +90,35 @@ class PlainStream:
 class BlockStream:
     """Block AttnRes: finished blocks in a bank, the open block as a running sum (architecture §5.2).
 
-    A bank row is never written again once it is pushed; the running sum is replaced, not changed in place.
+    A bank row is never written again once it is pushed; the running sum is replaced, not changed in place. The latest
+    output stays apart until the next read adds it.
     """
 
     def __init__(self, embedded_BTD: Tensor, block_layers: int) -> None:
         self.bank: list[Tensor] = []
         self.live = embedded_BTD
+        self.pending: Tensor | None = None
         self.block_layers = block_layers
 
-    def sources(self) -> list[Tensor]:
-        """Bank rows in order, then the running sum."""
-        return [*self.bank, self.live]
+    def read(self, site: DepthRead | None, norm: RMSNorm | None) -> Tensor:
+        """Complete the running sum, mix it with the bank, normalise."""
+        assert site is not None, "attention over depth needs the site's query"
+        out, self.live = site([*self.bank, self.live], self.pending, norm)
+        self.pending = None
+        return out
 
     def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
         """At a block's first layer push the running sum and restart it from this output; else add."""
+        assert self.pending is None, "a mixer's input is read before its output is written"
         if layer % self.block_layers == 0:
             self.bank.append(self.live)
             self.live = out_BTD
         else:
-            self.live = self.live + out_BTD
+            self.pending = out_BTD
 
     def add_ffn(self, out_BTD: Tensor) -> None:
         """Add a feed-forward output to the running sum."""
-        self.live = self.live + out_BTD
+        self.pending = out_BTD
 
 
 class SublayerStream:
@@ -95,9 +127,10 @@ class SublayerStream:
     def __init__(self, embedded_BTD: Tensor) -> None:
         self.outputs = [embedded_BTD]
 
-    def sources(self) -> list[Tensor]:
-        """All outputs so far."""
-        return list(self.outputs)
+    def read(self, site: DepthRead | None, norm: RMSNorm | None) -> Tensor:
+        """Mix all outputs so far, normalise."""
+        assert site is not None, "attention over depth needs the site's query"
+        return site(self.outputs, None, norm)[0]
 
     def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
         """Append a mixer's output."""

@@ -162,7 +162,7 @@ class Transformer(nn.Module):
             block(stream, None if state is None else state.layers[index], segments, past)
         if state is not None:
             state.advance(tokens)
-        return stream.sources()[0] if self.cfg.residual == "plain" else self.output_read(stream.sources())
+        return stream.read(None if self.cfg.residual == "plain" else self.output_read, None)
 
     def forward(
         self,
