@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.bench.harness import Case, Row, run_suite
+from perilune.bench.harness import Case, Row, peak_bytes, run_suite
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda
 
@@ -149,16 +149,6 @@ def kernel_times(run: Callable[[], Any], calls: int = 5) -> dict[str, float]:
         torch.cuda.synchronize()
     found = {e.key: e.device_time_total / calls / 1e3 for e in record.key_averages() if e.device_time_total > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Device memory that a call needs beyond what is there before it."""
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
 
 
 @contextmanager

@@ -116,6 +116,16 @@ def _seconds(run: Callable[[], Any], repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """CUDA memory that a call needs at its peak beyond what is allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 @lru_cache
 def copy_ceiling(device: str) -> float:
     """Bytes a second, read and written, of a copy that does not fit into a cache."""
@@ -207,6 +217,9 @@ def measure(case: Case, device: str, samples: int = SAMPLES) -> Row:
         if enabled:
             gc.enable()
     medians = [statistics.median(found) for found in times]
+    extra = {}
+    if device.startswith("cuda"):
+        extra = dict(zip(("peak_bytes", "peer_peak_bytes"), map(peak_bytes, runs)))
     return Row(
         name=case.name,
         shape=case.shape,
@@ -221,6 +234,7 @@ def measure(case: Case, device: str, samples: int = SAMPLES) -> Row:
         ours_spread_ms=(min(times[0]), max(times[0])),
         peer_spread_ms=(min(times[1]), max(times[1])) if peer else None,
         samples=len(times[0]),
+        extra=extra,
     )
 
 

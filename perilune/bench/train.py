@@ -37,7 +37,8 @@ def _pair() -> tuple[Transformer, Any]:
     return pair(SHAPE)
 
 
-def _ours_step(model: Transformer, optim: OptimConfig, dtype: torch.dtype, ids_BT: Tensor) -> Callable[[], Any]:
+def ours_step(model: Transformer, optim: OptimConfig, dtype: torch.dtype, ids_BT: Tensor) -> Callable[[], Any]:
+    """Our training step on fixed ids `[B, T + 1]`: forward, backward, balancers, optimizer."""
     model.train()
     optimizer = Optimizer(model.named_parameters(), model.cfg, optim)
 
@@ -54,10 +55,11 @@ def _ours_step(model: Transformer, optim: OptimConfig, dtype: torch.dtype, ids_B
     return step
 
 
-def _peer_step(model: Any, dtype: torch.dtype, ids_BT: Tensor) -> Callable[[], Any]:
+def peer_step(model: Any, dtype: torch.dtype, ids_BT: Tensor) -> Callable[[], Any]:
+    """The same of a transformers model, with its fused AdamW, under autocast where the dtype is not fp32."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    mixed = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast("cpu", dtype)
+    mixed = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(ids_BT.device.type, dtype)
 
     def step() -> float:
         with mixed():
@@ -99,7 +101,7 @@ def _train_case(dtype: torch.dtype, word: str, with_peer: bool) -> Case:
         ours, theirs = _pair() if with_peer else (init_weights(Transformer(SHAPE)), None)
         ids = random_ids(SHAPE, BATCH, LENGTH + 1)
         adamw = OptimConfig(name="adamw", lr_adamw=1e-4)
-        return _ours_step(ours, adamw, dtype, ids), None if theirs is None else _peer_step(theirs, dtype, ids)
+        return ours_step(ours, adamw, dtype, ids), None if theirs is None else peer_step(theirs, dtype, ids)
 
     return Case(
         name=f"train_step_{word}", shape=f"Kimi-Linear-shaped, 19 M parameters, B{BATCH} T{LENGTH}, AdamW", make=make,
@@ -131,7 +133,7 @@ def _generate_case(batch: int, with_peer: bool) -> Case:
 def _k3_case(cfg: ModelConfig, name: str) -> Case:
     def make() -> tuple[Callable[[], Any], None]:
         ids = random_ids(cfg, BATCH, LENGTH + 1)
-        return _ours_step(init_weights(Transformer(cfg)), OptimConfig(), torch.float32, ids), None
+        return ours_step(init_weights(Transformer(cfg)), OptimConfig(), torch.float32, ids), None
 
     return Case(
         name=name, shape=f"nano, B{BATCH} T{LENGTH}, per-head Muon, quantile balancing", make=make,
@@ -172,11 +174,19 @@ def run(
     Raises:
         ConfigError: unknown device or peer, or the peer is not installed.
     """
-    if device != "cpu":
-        raise ConfigError(f"bench train measures the CPU path; device {device!r} has no rows yet, use cpu")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r}; allowed: cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' asked for, but torch sees no CUDA device; use 'cpu'")
     keep_large_blocks()
     if peer == "transformers":
         import_peer()  # before the rows of earlier calls are read: its version is part of a row's identity
+    if device == "cuda":
+        from perilune.bench import gpu_train
+
+        chosen = gpu_train.cases(peer)
+    else:
+        chosen = cases(peer)
     return run_suite(
-        cases(peer), device=device, budget_seconds=budget_seconds, results=results, samples=SAMPLES, on_row=on_row
+        chosen, device=device, budget_seconds=budget_seconds, results=results, samples=SAMPLES, on_row=on_row
     )

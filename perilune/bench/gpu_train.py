@@ -1,0 +1,81 @@
+"""Rows of `perilune bench train --device cuda`: a bf16 training step of `small` and `mini`.
+
+Against transformers' kimi_linear on fla-core's kernels both sides hold the same weights in the Kimi-Linear form of the
+preset, and do a forward pass, a backward pass and a fused AdamW step. The K3-shaped presets with per-head Muon and
+quantile balancing have no peer. A row's bound is its operations at the measured matmul rate, so bound / time is the
+model's FLOP utilisation; peak memory beyond weights and optimizer state is in the row's `extra`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from perilune.bench.harness import Case
+from perilune.bench.kimi_linear import kimi_linear_shaped, pair, random_ids
+from perilune.bench.train import ours_step, peer_step
+from perilune.config import ModelConfig, OptimConfig
+from perilune.config.presets import preset
+from perilune.errors import ConfigError
+from perilune.model import Transformer, init_weights
+from perilune.shapes.flops import train_flops_per_token
+
+BATCHES = {"small": (16, 2048), "mini": (4, 4096)}  # rows, tokens
+
+
+def _require_fla() -> None:
+    """Without fla-core the peer would run token loops in plain torch, and the ratio would say nothing.
+
+    Raises:
+        ConfigError: fla-core is not installed.
+    """
+    try:
+        import fla  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "on a GPU the peer needs flash-linear-attention's kernels: pip install fla-core, or --peer none"
+        ) from error
+
+
+def _case(name: str, cfg: ModelConfig, shape: tuple[int, int], optim: OptimConfig, words: str, peer: bool) -> Case:
+    batch, length = shape
+
+    def make() -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+        gc.collect()  # the previous row's model
+        torch.cuda.empty_cache()
+        ids = random_ids(cfg, batch, length + 1).cuda()
+        if peer:
+            ours, theirs = pair(cfg, device="cuda")
+            return ours_step(ours, optim, torch.bfloat16, ids), peer_step(theirs, torch.bfloat16, ids)
+        return ours_step(init_weights(Transformer(cfg)).cuda(), optim, torch.bfloat16, ids), None
+
+    return Case(
+        name=f"train_step_bf16_{name}", shape=f"{words}, B{batch} T{length}", make=make,
+        peer="transformers kimi_linear on fla-core" if peer else "",
+        flops=batch * length * train_flops_per_token(cfg, length), dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def cases(peer: str) -> Iterator[Case]:
+    """All rows.
+
+    Args:
+        peer: "transformers" or "none".
+
+    Raises:
+        ConfigError: unknown peer, or it lacks its kernels.
+    """
+    if peer not in ("transformers", "none"):
+        raise ConfigError(f"unknown peer {peer!r}; allowed: transformers, none")
+    if peer == "transformers":
+        _require_fla()
+    adamw = OptimConfig(name="adamw", lr_adamw=1e-4)
+    for name, shape in BATCHES.items():
+        cfg = preset(name)
+        yield _case(
+            name, kimi_linear_shaped(cfg), shape, adamw, f"{name} in Kimi-Linear's form, AdamW", peer == "transformers"
+        )
+        yield _case(f"{name}_k3_muon", cfg, shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing", False)
