@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perilune.config.parse import to_dict
@@ -269,20 +269,14 @@ class Sandbox:
         store = self.owner.home.store
         processes = machine.freeze() if not self._frozen else 0
         try:
-            # Closing what is left of it lets the guest's agent go on after a failure here.
-            with store.writing() as batch, contextlib.closing(machine.capture()) as captured:
-                entries, size = [], 0
-                for entry, chunks in captured:
-                    self._look_for_secrets(entry, chunks)
-                    if entry["type"] == "file":
-                        entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]
-                        size += entry["size"]
-                    entries.append(entry)
+            with store.writing() as batch:
+                saved = machine.save(batch, self._look_for_secrets)
                 snapshot = Snapshot(
                     id=store.new_id(), sandbox=self.id, generation=self.generation, driver=self.driver.name,
-                    machine=linux.machine(), contains="files", template_hash=self.driver.template_hash(self.spec),
-                    spec=to_dict(self.spec), layer=batch.put(json.dumps(entries).encode()), parent=self.snapshot,
-                    created=time.time(), entries=len(entries), bytes=size, new_bytes=batch.new_bytes, processes=processes,
+                    machine=linux.machine(), contains=self.driver.contains, spec=to_dict(self.spec),
+                    template_hash=self.driver.template_hash(self.spec), layer=saved.layer, parent=self.snapshot,
+                    created=time.time(), entries=saved.entries, bytes=saved.bytes, new_bytes=batch.new_bytes,
+                    processes=processes,
                 )  # fmt: skip
                 batch.publish(snapshot)
         finally:
@@ -291,20 +285,19 @@ class Sandbox:
         self.snapshot = snapshot.id
         return snapshot
 
-    def _look_for_secrets(self, entry: Mapping[str, Any], chunks: Sequence[bytes | None]) -> None:
+    def _look_for_secrets(self, where: str, pieces: Iterable[bytes | None]) -> None:
         if not self._secrets:
             return
         longest = max(len(value) for value in self._secrets.values())
         tail = b""
-        names = f"{entry['path']}\0{entry.get('to', '')}".encode(errors="surrogateescape")
-        for chunk in (names, None, *chunks):
-            text = tail + (chunk or b"")
+        for piece in pieces:
+            text = tail + (piece or b"")
             for name, value in self._secrets.items():
                 if value in text:
                     raise SecretInSnapshot(
-                        f"sandbox {self.name}: /{entry['path']} holds the secret {name}; nothing was saved. Delete the file, then save again"
+                        f"sandbox {self.name}: {where} holds the secret {name}; nothing was saved. Remove it there, then save again"
                     )
-            tail = text[-longest:] if chunk is not None else b""
+            tail = text[-longest:] if piece is not None else b""
 
     def fork(self, count: int = 1) -> list[Sandbox]:
         """Copies of this sandbox as it is now, each with its own identity, generation and secrets; this one runs on.

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perilune.errors import CapacityError, ConfigError, SandboxError
+
+if TYPE_CHECKING:
+    from perilune.sandbox.store import Batch
 
 
 class State(enum.Enum):
@@ -274,6 +277,25 @@ class Process(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `Machine.save` stored.
+
+    Attributes:
+        layer: blob that names all others.
+        entries: files, or regions of memory and devices.
+        bytes: of content.
+    """
+
+    layer: str
+    entries: int
+    bytes: int
+
+
+Look = Callable[[str, Iterable[bytes | None]], None]
+"""Is shown where something comes from and its pieces in order (None: zeros) before it is stored; raises `SecretInSnapshot`."""
+
+
 class Machine(Protocol):
     """One live guest of a driver. Calls take at most the driver's time limit and end in `GuestLost` after it."""
 
@@ -284,16 +306,28 @@ class Machine(Protocol):
     def connect(self, port: int) -> socket.socket: ...
     def freeze(self) -> int: ...
     def thaw(self) -> None: ...
-    def capture(self) -> Generator[tuple[dict[str, Any], list[bytes | None]], None, None]: ...
+    def save(self, batch: Batch, look: Look) -> Saved:
+        """Store what must be kept of the guest, cut at one instant; it does not run meanwhile."""
+        ...
+
     def out_of_memory_kills(self) -> int: ...
+    def pids(self) -> list[int]:
+        """Host processes whose memory is this guest's."""
+        ...
+
     def alive(self) -> bool: ...
     def destroy(self) -> None: ...
 
 
 class Driver(Protocol):
-    """A mechanism that makes machines."""
+    """A mechanism that makes machines.
+
+    Attributes:
+        contains: what its snapshots hold, "files" or "machine".
+    """
 
     name: str
+    contains: str
 
     def probe(self) -> Probe: ...
     def make(self, sandbox: str, generation: str, spec: Spec, layer: str | None, blobs: str) -> Machine: ...

@@ -93,11 +93,12 @@ class Sandboxes:
         """
         snapshot = self.home.store.snapshot(name)
         what = f"snapshot {name}"
-        for key, wanted in (("machine", linux.machine()), ("contains", "files")):
+        driver = self.driver(snapshot.driver)
+        for key, wanted in (("machine", linux.machine()), ("contains", driver.contains)):
             if getattr(snapshot, key) != wanted:
                 raise Mismatch(key, getattr(snapshot, key), wanted, what)
         spec = from_dict(Spec, snapshot.spec)
-        now = self.driver(snapshot.driver).template_hash(spec)
+        now = driver.template_hash(spec)
         if snapshot.template_hash != now:
             raise Mismatch("template_hash", snapshot.template_hash, now, what)
         return snapshot

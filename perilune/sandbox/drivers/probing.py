@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from perilune.errors import PeriluneError
 from perilune.sandbox.drivers.running import Running
@@ -38,12 +36,7 @@ def examine(driver: Driver, capabilities: Capabilities) -> Probe:
         with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, None, blobs))) as held:
             _run(held.machine, FIRST)
             with store.writing() as batch:
-                entries: list[dict[str, Any]] = []
-                for entry, chunks in held.machine.capture():
-                    if entry["type"] == "file":
-                        entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]
-                    entries.append(entry)
-                saved = batch.put(json.dumps(entries).encode())
+                saved = held.machine.save(batch, lambda where, pieces: None).layer
             _run(held.machine, "true")
         with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, saved, blobs))) as held:
             _run(held.machine, SECOND)

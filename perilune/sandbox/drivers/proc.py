@@ -35,6 +35,7 @@ class ProcDriver:
     """
 
     name = "proc"
+    contains = "files"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

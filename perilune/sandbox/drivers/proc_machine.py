@@ -20,7 +20,8 @@ from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.guarantees import guarantees
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.guest import layer, wire
-from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Spec, StoreDamaged
+from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Look, Saved, Spec, StoreDamaged
+from perilune.sandbox.store import Batch
 
 CALL_SECONDS = 30.0
 """Time limit of every call to the fork server or to an agent; one that does not answer is ended."""
@@ -34,11 +35,11 @@ class ProcMachine:
     ) -> None:
         self.sandbox, self.control, self.group, self.spec, self.scratch = sandbox, control, group, spec, scratch
         self._lock = threading.Lock()
-        self._pidfd = -1
+        self._pidfd = self._agent = -1
         self._destroyed = False
         try:
-            _, fds = self._answer()
-            self._pidfd = fds[0]
+            started, fds = self._answer()
+            self._pidfd, self._agent = fds[0], int(started["agent"])
             ready, _ = self._answer()
             if ready.get("ready") != generation:
                 raise GuestLost(f"sandbox {sandbox}: another generation answered")
@@ -190,6 +191,28 @@ class ProcMachine:
             if failure is not None:
                 raise GuestLost(f"sandbox {self.sandbox}: its changed files could not be read: {failure}") from failure
 
+    def save(self, batch: Batch, look: Look) -> Saved:
+        """Store all changed files and the list of them."""
+        entries: list[dict[str, Any]] = []
+        size = 0
+        # Closing what is left of it lets the guest's agent go on after a failure here.
+        with contextlib.closing(self.capture()) as captured:
+            for entry, chunks in captured:
+                names = f"{entry['path']}\0{entry.get('to', '')}".encode(errors="surrogateescape")
+                look(f"/{entry['path']}", (names, None, *chunks))
+                if entry["type"] == "file":
+                    entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]
+                    size += entry["size"]
+                entries.append(entry)
+        return Saved(batch.put(json.dumps(entries).encode()), len(entries), size)
+
+    def pids(self) -> list[int]:
+        """Host processes of the guest: its agent, the agent's keeper, and what they started."""
+        for folder in self.group.folders.values():
+            with contextlib.suppress(OSError):
+                return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+        return descendants(self._agent)
+
     def out_of_memory_kills(self) -> int:
         """How many processes the memory limit has ended so far."""
         return self.group.out_of_memory_kills()
@@ -264,6 +287,16 @@ def _raise_file_error(sandbox: str, command: str, arguments: Mapping[str, Any], 
     if timed_out:
         reason = f"no answer within {CALL_SECONDS:g} s"
     raise GuestFileError(f"sandbox {sandbox}: {command} {arguments.get('path', '')}: {reason or 'failed'}")
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that descend from it, by the kernel's list of children."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+    return found
 
 
 def remove_scratch(folder: Path) -> None:
