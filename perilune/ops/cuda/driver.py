@@ -1,0 +1,106 @@
+"""The few calls of the CUDA driver that load a kernel and launch it, in torch's context and on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from perilune.errors import PeriluneError
+
+_MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_*
+_BUFFER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+_WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
+
+
+class CudaError(PeriluneError):
+    """The driver refused a call."""
+
+
+def missing() -> str | None:
+    """Why there is no CUDA driver; None if there is."""
+    return None if _library() is not None else "there is no CUDA driver (libcuda.so.1)"
+
+
+def load(cubin: bytes, entry: str, device: int, shared_bytes: int) -> ctypes.c_void_p:
+    """Load machine code on a device and return its function `entry`, allowed that much dynamic shared memory.
+
+    Raises:
+        CudaError: the device does not take the code.
+    """
+    library = _found()
+    _enter(device)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _checked(library.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+    _checked(library.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
+    if shared_bytes:
+        _checked(
+            library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            f"{shared_bytes} bytes of shared memory",
+        )
+        _checked(library.cuFuncSetAttribute(function, _CARVEOUT, 100), "the carve-out of shared memory")
+    return function
+
+
+def launch(
+    function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, arguments: bytes, device: int
+) -> None:
+    """Queue a kernel on torch's current stream of `device`. `arguments` are laid out as the kernel's parameters.
+
+    Raises:
+        CudaError: the launch was refused; what goes wrong later shows at the next synchronisation, as with torch.
+    """
+    size = ctypes.c_size_t(len(arguments))
+    text = ctypes.c_char_p(arguments)
+    extra = (ctypes.c_void_p * 5)(
+        _BUFFER, ctypes.cast(text, ctypes.c_void_p), _BUFFER_SIZE, ctypes.addressof(size), _END
+    )
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    call = _found().cuLaunchKernel
+    status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+    if status in _WRONG_CONTEXT:  # a thread of which torch has not yet asked anything
+        _enter(device)
+        status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+    _checked(status, "cuLaunchKernel")
+
+
+def _enter(device: int) -> None:
+    """Make torch's context of `device`, the primary one, current in this thread."""
+    torch.cuda.init()
+    _checked(_found().cuCtxSetCurrent(_context(device)), "cuCtxSetCurrent")
+
+
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    library = _found()
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _checked(library.cuInit(0), "cuInit")
+    _checked(library.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    _checked(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return library
+
+
+def _found() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None, "asked for a launch where `missing` gives a reason"
+    return library
+
+
+def _checked(status: int, what: str) -> None:
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    _found().cuGetErrorString(status, ctypes.byref(text))
+    raise CudaError(f"{what}: {(text.value or b'error').decode()} (CUDA driver error {status})")
