@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.serve.reader import Piece
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 256
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 
 
 class FieldError(RequestError):
@@ -35,29 +41,68 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
         raise FieldError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]", name)
 
 
+def _count(name: str, values: Sequence[object], what: str, most: int) -> None:
+    if len(values) > most:
+        raise FieldError(f"{name} has {len(values)} {what}; at most {most} are allowed", name)
+
+
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise FieldError(f"{name}={value!r} must be a whole number in {low}..{high}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """The form that the text of an answer must have, kept by a grammar while it is drawn.
+
+    Attributes:
+        kind: "json" (a JSON schema), "regex", "choice" (one of several texts), or "grammar" (Lark, or GBNF with `::=`).
+        value: the schema, the expression, the texts, or the grammar's text.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one answer is drawn and when it ends.
 
+    The order is that of the attributes up to `min_p`: what is forbidden, bias, penalties, temperature, filters.
+
     Attributes:
+        structured: the form of the answer; None = any.
+        min_tokens: nothing ends the answer before it has this many tokens.
+        ignore_eos: tokens that end a document or a message are never drawn.
+        logit_bias: (token id, number that is added to its logit).
+        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it (multiplied where
+            negative); 1 = none.
+        frequency_penalty: subtracted from a token's logit once for each time that the answer has it.
+        presence_penalty: subtracted from a token's logit if the answer has it.
         temperature: logits are divided by it; 0 = always the most likely token (lowest id among equals).
         top_k: keep the k most likely tokens; 0 = all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p.
         min_p: keep tokens at least this likely relative to the most likely one.
-        seed: of the request's own random stream; None = a fresh one.
+        seed: of the request's own random numbers; None = fresh ones.
         max_tokens: the answer ends after this many tokens.
         stop: the answer ends before the first of these strings.
+        include_stop: the string that ended the answer is part of it.
         stop_ids: the answer ends at the first of these tokens, besides those that end a document or a message.
+        logprobs: log-probabilities of the drawn tokens and of this many alternatives each; None = none at all. They are
+            the model's own, before everything above.
+        prompt_logprobs: the same for the tokens of the prompt.
 
     Raises:
         FieldError: a value out of range or of the wrong type.
     """
 
+    structured: Structured | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -65,28 +110,69 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, 2**31)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _integer("max_tokens", self.max_tokens, 1, 2**31)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**63 - 1)
-        if len(self.stop) > MAX_STOPS:
-            raise FieldError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", "stop")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _count("stop", self.stop, "strings", MAX_STOPS)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise FieldError(f"stop={text!r} must be a string of 1..{MAX_STOP_CHARS} characters", "stop")
+        _count("stop_ids", self.stop_ids, "ids", MAX_STOP_IDS)
         for token_id in self.stop_ids:
             _integer("stop_ids", token_id, 0, 2**31)
+        _count("logit_bias", self.logit_bias, "entries", MAX_BIASES)
+        for token_id, bias in self.logit_bias:
+            _integer("logit_bias", token_id, 0, 2**31)
+            _number("logit_bias", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
         """Whether every draw is the most likely token."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's chance depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """FieldError if a bias names a token that the model does not have."""
+        for token_id, _ in self.logit_bias:
+            _integer("logit_bias", token_id, 0, vocab_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """How a request is treated, apart from what its answer says.
+
+    Attributes:
+        priority: a larger one is served earlier, in the limits that the engine sets.
+        session_id: requests of one conversation; the engine may keep its cache longer.
+        cache_salt: only requests with the same salt share cached prefixes.
+        request_id: the name that logs and admin endpoints use.
+    """
+
+    priority: int = 0
+    session_id: str | None = None
+    cache_salt: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +220,22 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and how likely the model thought it.
+
+    Attributes:
+        logprob: natural logarithm of its probability, before penalties, temperature and filters.
+        top: (token id, logprob) of the most likely tokens, most likely first.
+        offset: characters of the text in front of it (of a chat message: of the response).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one answer.
 
@@ -144,6 +246,8 @@ class Delta:
             "tool_calls" = end token behind at least one whole call.
         reasoning: the same for the think channel of a chat message.
         calls: the same for its tool calls, at most one delta a call.
+        logprobs: of the tokens whose text this is (of a chat message: tokens of the response), if they were asked for.
+        token_ids: all tokens drawn since the last delta.
     """
 
     row: int
@@ -151,6 +255,13 @@ class Delta:
     finish_reason: FinishReason | None = None
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, row: int, piece: Piece, finish_reason: FinishReason | None = None) -> Delta:
+        """What a reader released."""
+        return cls(row, piece.text, finish_reason, piece.reasoning, piece.calls, piece.logprobs, piece.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +272,16 @@ class Usage:
         prompt_tokens: tokens of the prompts.
         cached_tokens: those of them that did not go through the model, because a kept state already held them.
         completion_tokens: tokens drawn, end tokens included.
+        reasoning_tokens: those of them that were drawn before thinking ended.
+        accepted_drafts, rejected_drafts: tokens that a draft model proposed and the model took or refused.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +292,12 @@ class Timing:
         prefill_seconds: running the prompt.
         decode_seconds: drawing and running the answer.
         tokens_per_second: drawn tokens of all answers a second of `decode_seconds`.
+        queue_seconds: waiting for its turn.
+        first_token_seconds: from its arrival to the first drawn token.
     """
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0

@@ -6,16 +6,29 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a stream of text before the first stop string.
+    """Cuts a stream of text before the first stop string, or behind it.
 
     The first is the one that ends first; of two that end together, the longer. The emitted text is the same however
     the stream is split, and a stop string is found anywhere in a piece, not only at its end.
+
+    Args:
+        stops: the strings.
+        include: whether the string that was found is emitted too.
+
+    Attributes:
+        stopped: one was found; all text behind it is dropped.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
         self.stopped = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
 
     def push(self, text: str) -> str:
         """Add text; returns the text that is certain to stay. After a match, `stopped` is True and all else is dropped."""
@@ -26,7 +39,8 @@ class StopMatcher:
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return text[: min(found)[1]]
+            end, start = min(found)
+            return text[: end if self._include else start]
         held = max(self._overlap(text, stop) for stop in self._stops)
         if held:
             text, self._held = text[:-held], text[-held:]

@@ -82,6 +82,16 @@ class Parser:
         self._has_raw = False
         self._ended = False
 
+    @property
+    def thinking(self) -> bool:
+        """Whether think is open; its closing tag counts as inside."""
+        return self._place == "think"
+
+    @property
+    def channel(self) -> Channel | None:
+        """Channel of the next ordinary id; None where it is no text for people, or part of a tag."""
+        return self._place if self._place in ("think", "response") and not self._pieces.in_tag else None
+
     def push(self, ids: Iterable[int]) -> list[Event]:
         """Events that became certain with these ids. Ids behind a stop id are ignored.
 

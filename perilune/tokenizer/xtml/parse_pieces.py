@@ -48,6 +48,11 @@ class PieceReader:
         self._closing = False
         self.bad_bytes = False
 
+    @property
+    def in_tag(self) -> bool:
+        """Whether the next id may belong to a tag."""
+        return self._tag is not None
+
     def push(self, token_id: int) -> list[Piece]:
         """Pieces that became certain with this id. RequestError for an id outside the vocabulary."""
         special = self._tokenizer.special
