@@ -20,6 +20,7 @@ from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.execution import Execution
 from perilune.sandbox.guest import linux
 from perilune.sandbox.home import Record
+from perilune.sandbox.memory import Memory, measured
 from perilune.sandbox.protocol import (
     TRANSITIONS,
     Capabilities,
@@ -60,6 +61,7 @@ class Sandbox:
         generation: of its present life; each create, resume and fork gets a new one.
         spec: what it was made from.
         snapshot: the newest snapshot that it was saved as or resumed from, or None.
+        used: `time.monotonic()` of its last use: a command's start or end, a file, a port.
     """
 
     def __init__(self, owner: Sandboxes, driver: Driver, spec: Spec, record: Record) -> None:
@@ -68,6 +70,7 @@ class Sandbox:
         self.state = State.CREATING
         self.generation = ""
         self.snapshot: str | None = record.snapshot
+        self.used = time.monotonic()
         self._machine: Machine | None = None
         self._frozen = False
         self._secrets: dict[str, bytes] = {}
@@ -107,6 +110,7 @@ class Sandbox:
         with self._lock:
             if self.state is not State.RUNNING or self._machine is None:
                 raise TransitionError(self.name, self.state, call)
+            self.used = time.monotonic()
             return self._machine
 
     def _lost(self, machine: Machine) -> None:
@@ -122,6 +126,18 @@ class Sandbox:
     def _finished(self, execution: Execution) -> None:
         with self._lock:
             self._executions.discard(execution)
+            self.used = time.monotonic()
+
+    @property
+    def busy(self) -> int:
+        """Commands that run now and that somebody waits for."""
+        return len(self._executions)
+
+    def memory(self) -> Memory:
+        """What it holds now; zeros while it is paused to its snapshot."""
+        with self._lock:
+            machine = self._machine
+        return measured(machine.pids(), machine.file_bytes()) if machine is not None else Memory()
 
     def _end_machine(self) -> None:
         machine, self._machine, self._frozen = self._machine, None, False
@@ -263,7 +279,9 @@ class Sandbox:
             StoreFull, SecretInSnapshot: nothing was published; the sandbox runs on.
         """
         with self._during(State.SNAPSHOTTING, State.RUNNING) as machine:
-            return self._save(machine)
+            snapshot = self._save(machine)
+        self._write_down()
+        return snapshot
 
     def _save(self, machine: Machine) -> Snapshot:
         store = self.owner.home.store
@@ -282,8 +300,13 @@ class Sandbox:
         finally:
             if not self._frozen and machine.alive():
                 machine.thaw()
-        self.snapshot = snapshot.id
+        self.snapshot = self.record.snapshot = snapshot.id
         return snapshot
+
+    def _write_down(self) -> None:
+        """Have the folder know the present state, whatever happens to this process."""
+        self.record.state = self.state.value
+        self.owner.home.save(self.record)
 
     def _look_for_secrets(self, where: str, pieces: Iterable[bytes | None]) -> None:
         if not self._secrets:
@@ -334,7 +357,8 @@ class Sandbox:
                 return None
             snapshot = self._save(machine)
             self._end_machine()
-            return snapshot
+        self._write_down()
+        return snapshot
 
     def resume(self) -> None:
         """Go on after `pause`: in memory as it stood, or from its snapshot in a new generation.
@@ -353,12 +377,17 @@ class Sandbox:
                     self._go(State.RUNNING)
                     return
                 assert self.snapshot is not None, "a paused sandbox without a machine has a snapshot"
-                self._begin(self.owner.checked(self.snapshot).layer)
+                layer = self.owner.checked(self.snapshot).layer
+                # Before anything can run that its snapshot does not know of.
+                self._write_down()
+                self._begin(layer)
             except BaseException as error:
                 if isinstance(error, GuestLost) and self._machine is not None:
                     self._lost(self._machine)
                 else:
                     self._go(State.PAUSED)
+                    if not self._frozen:
+                        self._write_down()
                 raise
 
     def destroy(self) -> None:
@@ -382,6 +411,7 @@ class Sandbox:
             raise SandboxError(f"sandbox {self.name} has no snapshot to go back to")
         with self._during(State.PAUSING, State.PAUSED):
             self._end_machine()
+        self._write_down()
 
     def release(self) -> None:
         """Pause to the store and give it out of this process's hands; `Sandboxes.open` takes it up again, in any process."""

@@ -15,7 +15,9 @@ import fcntl
 import json
 import os
 import re
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,15 @@ def default_folder() -> Path:
 
 @dataclass(kw_only=True)
 class Record:
-    """A sandbox as the folder knows it; `lock` is the descriptor of the locked file where this process has it."""
+    """A sandbox as the folder knows it; `lock` is the descriptor of the locked file where this process has it.
+
+    Attributes:
+        created, used: seconds since 1970.
+        ends: when a pool removes it; 0 = never.
+        idle_seconds: of no use after which a pool parks it; 0 = never.
+        pooled: a pool made it; as a lost one it stays listed.
+        parked: a pool paused it for want of use, and resumes it at the next one.
+    """
 
     id: str
     name: str
@@ -52,6 +62,11 @@ class Record:
     generation: str = ""
     created: float = 0.0
     pid: int = 0
+    used: float = 0.0
+    ends: float = 0.0
+    idle_seconds: float = 0.0
+    pooled: bool = False
+    parked: bool = False
     lock: int = field(default=-1, compare=False)
 
 
@@ -115,25 +130,47 @@ class Home:
             ConfigError: a name that cannot be one.
             SandboxError: the name is taken.
         """
-        if name is not None:
-            if not _NAME.fullmatch(name) or name.startswith("snap-"):
-                raise ConfigError(
-                    f"name {name!r} must be letters, digits, '.', '_', '-' (at most 63), and not start with snap-"
-                )
-            if any(record.name == name for record in self.records()):
-                raise SandboxError(
-                    f"there is a sandbox {name!r} already; remove it (perilune sandbox rm {name}) or take another name"
-                )
-        record = Record(id=id, name=name or id, driver=driver, spec=spec, state=State.CREATING.value)
-        record.created, record.pid, record.lock = time.time(), os.getpid(), self._lock(id)
-        self.save(record)
+        with self._naming():
+            if name is not None:
+                self._check_name(name)
+            record = Record(id=id, name=name or id, driver=driver, spec=spec, state=State.CREATING.value)
+            record.created = record.used = time.time()
+            record.pid, record.lock = os.getpid(), self._lock(id)
+            self.save(record)
         return record
+
+    def rename(self, record: Record, name: str) -> None:
+        """Give a record of this process another name. Raises ConfigError and SandboxError as `new_record`."""
+        with self._naming():
+            self._check_name(name)
+            record.name = name
+            self.save(record)
+
+    def _check_name(self, name: str) -> None:
+        if not _NAME.fullmatch(name) or name.startswith("snap-"):
+            raise ConfigError(
+                f"name {name!r} must be letters, digits, '.', '_', '-' (at most 63), and not start with snap-"
+            )
+        if any(name in (record.name, record.id) for record in self.records()):
+            raise SandboxError(
+                f"there is a sandbox {name!r} already; remove it (perilune sandbox rm {name}) or take another name"
+            )
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """One at a time, over all processes, looks whether a name is free and takes it."""
+        fd = os.open(self.folder / "names", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def save(self, record: Record) -> None:
         """Write a record whole."""
         values = asdict(record)
         del values["lock"]
-        temporary = self.records_folder / f"{record.id}.{os.getpid()}.tmp"
+        temporary = self.records_folder / f"{record.id}.{os.getpid()}.{threading.get_ident()}.tmp"
         try:
             temporary.write_text(json.dumps(values))
             os.replace(temporary, self.records_folder / f"{record.id}.json")
@@ -216,12 +253,12 @@ class Home:
         """Clean up after killed processes: their control groups, changed files, locks, and records that nothing can be done with.
 
         Returns:
-            How many such records were removed. A record with a snapshot or a chosen name stays, as lost.
+            How many such records were removed. One with a snapshot or a chosen name, or of a pool, stays as lost.
         """
         self._sweep({path.stem for path in self.records_folder.glob("*.lock") if not self.is_live(path.stem)})
         removed = 0
         for record in self.records():
-            if record.state == LOST and record.snapshot is None and record.name == record.id:
+            if record.state == LOST and record.snapshot is None and record.name == record.id and not record.pooled:
                 with contextlib.suppress(SandboxError):
                     self.remove(record.id)
                     removed += 1

@@ -7,6 +7,7 @@ assumed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Collection
@@ -20,8 +21,9 @@ REMOVE_SECONDS = 5.0
 CONTROLLERS = ("memory", "pids", "cpu")
 
 
+@functools.cache
 def _own_folders() -> dict[str, Path]:
-    """For each controller the folder of the group that this process is in; "2" for version 2."""
+    """For each controller the folder of the group that this process is in; "2" for version 2. Looked up once."""
     found: dict[str, Path] = {}
     try:
         memberships = Path("/proc/self/cgroup").read_text().splitlines()
@@ -144,6 +146,15 @@ class Group:
             with contextlib.suppress(OSError, AttributeError, TypeError):
                 for line in (folder / name).read_text().splitlines():  # pyright: ignore[reportOptionalOperand]
                     if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return 0
+
+    def shared_memory_bytes(self) -> int:
+        """Bytes of files in memory that its processes made (tmpfs)."""
+        for folder in {self.folders.get("memory"), self.folders.get("2")} - {None}:
+            with contextlib.suppress(OSError):
+                for line in (folder / "memory.stat").read_text().splitlines():  # pyright: ignore[reportOptionalOperand]
+                    if line.startswith("shmem "):
                         return int(line.split()[1])
         return 0
 

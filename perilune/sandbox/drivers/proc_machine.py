@@ -213,6 +213,10 @@ class ProcMachine:
                 return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
         return descendants(self._agent)
 
+    def file_bytes(self) -> int:
+        """Changed files in the guest's tmpfs; 0 where no control group counts them."""
+        return self.group.shared_memory_bytes()
+
     def out_of_memory_kills(self) -> int:
         """How many processes the memory limit has ended so far."""
         return self.group.out_of_memory_kills()
