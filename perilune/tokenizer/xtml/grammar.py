@@ -14,7 +14,7 @@ renderer writes, and not any number as in the engines: an answer then renders to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perilune.errors import RequestError
@@ -57,6 +57,7 @@ def answer_grammar(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str | Mapping[str, Any] = "auto",
     response_format: Mapping[str, Any] | None = None,
+    response: Callable[[Rules], str] | None = None,
     parallel: bool = True,
 ) -> str:
     """The grammar in llguidance's Lark dialect.
@@ -67,6 +68,7 @@ def answer_grammar(
         tools: OpenAI tools. Arguments obey a tool's `parameters`, unless it says `"strict": false`.
         tool_choice: "auto", "none", "required", or the OpenAI object that names one function, which is called once.
         response_format: OpenAI object; the response is then JSON, or empty in front of calls.
+        response: makes the rule of another form of the response, treated like that of `response_format`.
         parallel: whether one answer may hold several calls.
 
     Raises:
@@ -92,7 +94,7 @@ def answer_grammar(
     forced = named is not None or tool_choice == "required"
     if forced and not tools:
         raise RequestError(f"tool_choice is {tool_choice!r}, and there are no tools to choose from")
-    body = _json_body(rules, response_format) or text
+    body = response(rules) if response is not None else _json_body(rules, response_format) or text
     end = closed("response")
     if tools and tool_choice != "none":
         most = 1 if named is not None or not parallel else MOST_CALLS
