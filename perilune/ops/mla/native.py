@@ -17,6 +17,7 @@ _SIGNATURES = {
     "attention_forward": (*[_P] * 7, *[_L] * 5, _F, _P, _P, _I),
     "attention_backward": (*[_P] * 7, *[_L] * 5, _F, *[_P] * 5, _I),
     "latent_attention": (*[_P] * 7, *[_L] * 8, _F, _I, _I, _I, _P, _I),
+    "latent_attention_pages": (*[_P] * 8, *[_L] * 8, _F, _I, _I, _I, _P, _I),
 }
 _HALF = {torch.float32: False, torch.bfloat16: True}
 _library: ctypes.CDLL | None = None
@@ -142,5 +143,31 @@ def attend_latent(
         q_nope.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), w_uk.data_ptr(), w_uv.data_ptr(),
         ctypes.addressof(step), batch, tokens, heads, past, nope, q_rope.shape[3], value, width, scale,
         _HALF[q_nope.dtype], _HALF[latent.dtype], _HALF[w_uk.dtype], out.data_ptr(), torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
+def attend_latent_pages(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    entry_PSC: Tensor,
+    table: Tensor,
+    length: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return `pages.attend_latent_pages`, without gradients; the pages' rows are dense."""
+    q_nope, q_rope, table, length = q_nope.contiguous(), q_rope.contiguous(), table.contiguous(), length.contiguous()
+    batch, heads, nope = q_nope.shape
+    width, value = w_uk.shape[2], w_uv.shape[1]
+    w_uk, w_uv = (w if w.stride(2) == 1 and w.stride(1) == width else w.contiguous() for w in (w_uk, w_uv))
+    step = (c_int64 * 3)(entry_PSC.stride(0), w_uk.stride(0), w_uv.stride(0))
+    out = q_nope.new_empty(batch, heads, value)
+    _checked(library().latent_attention_pages(
+        q_nope.data_ptr(), q_rope.data_ptr(), entry_PSC.data_ptr(), w_uk.data_ptr(), w_uv.data_ptr(),
+        ctypes.addressof(step), table.data_ptr(), length.data_ptr(), batch, table.shape[1], entry_PSC.shape[1], heads, nope,
+        q_rope.shape[2], value, width, scale, _HALF[q_nope.dtype], _HALF[entry_PSC.dtype], _HALF[w_uk.dtype],
+        out.data_ptr(), torch.get_num_threads(),
     ))  # fmt: skip
     return out

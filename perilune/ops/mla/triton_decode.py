@@ -1,0 +1,279 @@
+"""Absorbed attention against cached latents on a CUDA device: the cache is read once for all heads, in parallel pieces.
+
+A step has few queries and one long cache, so the cache of a sequence is cut into as many pieces as the device has room for
+(split-KV). A program takes a tile of rows (a row is a new token and a head) through one piece with an online softmax and
+leaves the piece's normalised sum and the logarithm of its denominator; `merge` weighs the pieces against each other. Where
+one piece is enough, the sum is the result.
+
+Two forms of the same arithmetic. `_rows_kernel` puts rows on the M side of the products. `_keys_kernel` puts cached tokens
+and latent channels there, 64 and more of them, so that a tile of 16 heads still fills a warp group's instruction.
+"""
+
+# What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from perilune.ops.mla.kernel_choice import PAGE
+from perilune.ops.triton.available import units
+from perilune.ops.triton.products import product, trips
+from perilune.ops.triton.sizes import blocks, power_of_two
+
+LOG2E = 1.4426950408889634
+NUMBERS = ["table_b", "cached", "tokens"]  # vary from call to call: not worth a compilation each
+MERGE_CHANNELS, MERGE_PIECES = 128, 16  # tile of the merge
+
+
+@triton.jit
+def _piece(lengths, batch, cached, split, splits, STEP: tl.constexpr):
+    """(cached tokens of the sequence, first and last + 1 of this piece)."""
+    length = cached
+    if lengths is not None:
+        length = tl.load(lengths + batch)
+    size = tl.cdiv(tl.cdiv(length, STEP), splits) * STEP
+    begin = tl.minimum(split * size, length)
+    return length, begin, tl.minimum(begin + size, length)
+
+
+@triton.jit
+def _rows_of(tile, heads, count, length, tokens, end, BM: tl.constexpr):
+    """Rows of a tile: their numbers, which exist, and the first cached token that each does not see."""
+    row = tile * BM + tl.arange(0, BM)
+    return row, row < count, tl.minimum(length - tokens + row // heads + 1, end)
+
+
+@triton.jit
+def _cache_rows(table, table_row, start, key, stride_b, stride_s, batch, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """Offsets of cached tokens from the cache's start; a tile of a paged cache lies in one page."""
+    if PAGED:
+        page = tl.load(table + table_row + start // PAGE).to(tl.int64)
+        return page * stride_b + (key % PAGE).to(tl.int64) * stride_s
+    return batch * stride_b + key.to(tl.int64) * stride_s
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _rows_kernel(
+    query, query_shared, latent, shared, lengths, table, sums, logs, shared_b, shared_t, shared_h, latent_b, latent_s, key_b,
+    key_s, table_b, cached, tokens, heads, factor, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    splits, count = tl.num_programs(1), tokens * heads
+    length, begin, end = _piece(lengths, batch, cached, split, splits, BS)
+    row, there, limit = _rows_of(tile, heads, count, length, tokens, end, BM)
+    channel, extra, step = tl.arange(0, BL), tl.arange(0, BR), tl.arange(0, BS)
+    q = tl.load(
+        query + (batch * count + row)[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0
+    )
+    if R > 0:
+        at = batch * shared_b + (row // heads) * shared_t + (row % heads) * shared_h
+        q_shared = tl.load(query_shared + at[:, None] + extra[None, :], there[:, None] & (extra < R)[None, :], 0.0)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    denominator = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BL], tl.float32)
+    for start in range(trips(begin), trips(end), BS):
+        key = start + step
+        inside = (key < end)[:, None]
+        place = _cache_rows(table, batch * table_b, start, key, latent_b, latent_s, batch, PAGED, PAGE)
+        k = tl.load(latent + place[:, None] + channel[None, :], inside & (channel < L)[None, :], 0.0)
+        score = product(q, tl.trans(k), tl.zeros([BM, BS], tl.float32))
+        if R > 0:
+            place = _cache_rows(table, batch * table_b, start, key, key_b, key_s, batch, PAGED, PAGE)
+            k_shared = tl.load(shared + place[:, None] + extra[None, :], inside & (extra < R)[None, :], 0.0)
+            score = product(q_shared, tl.trans(k_shared), score)
+        score = tl.where(key[None, :] < limit[:, None], score * factor, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing yet
+        kept, weight = tl.exp2(top - safe), tl.exp2(score - safe[:, None])
+        denominator = denominator * kept + tl.sum(weight, 1)
+        acc = product(weight.to(q.dtype), k, acc * kept[:, None])
+        top = higher
+    at = (batch * splits + split) * count + row
+    inverse = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
+    out = (acc * inverse[:, None]).to(sums.dtype.element_ty)
+    tl.store(sums + at[:, None] * L + channel[None, :], out, there[:, None] & (channel < L)[None, :])
+    if logs is not None:
+        tl.store(logs + at, top + tl.log2(denominator), there)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _keys_kernel(
+    query, query_shared, latent, shared, lengths, table, sums, logs, shared_b, shared_t, shared_h, latent_b, latent_s, key_b,
+    key_s, table_b, cached, tokens, heads, factor, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    splits, count = tl.num_programs(1), tokens * heads
+    length, begin, end = _piece(lengths, batch, cached, split, splits, BS)
+    row, there, limit = _rows_of(tile, heads, count, length, tokens, end, BM)
+    channel, extra, step = tl.arange(0, BL), tl.arange(0, BR), tl.arange(0, BS)
+    q = tl.load(
+        query + (batch * count + row)[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0
+    )
+    if R > 0:
+        at = batch * shared_b + (row // heads) * shared_t + (row % heads) * shared_h
+        q_shared = tl.load(query_shared + at[:, None] + extra[None, :], there[:, None] & (extra < R)[None, :], 0.0)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    denominator = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BL, BM], tl.float32)
+    for start in range(trips(begin), trips(end), BS):
+        key = start + step
+        inside = (key < end)[:, None]
+        place = _cache_rows(table, batch * table_b, start, key, latent_b, latent_s, batch, PAGED, PAGE)
+        k = tl.load(latent + place[:, None] + channel[None, :], inside & (channel < L)[None, :], 0.0)
+        score = product(k, tl.trans(q), tl.zeros([BS, BM], tl.float32))
+        if R > 0:
+            place = _cache_rows(table, batch * table_b, start, key, key_b, key_s, batch, PAGED, PAGE)
+            k_shared = tl.load(shared + place[:, None] + extra[None, :], inside & (extra < R)[None, :], 0.0)
+            score = product(k_shared, tl.trans(q_shared), score)
+        score = tl.where(key[:, None] < limit[None, :], score * factor, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing yet
+        kept, weight = tl.exp2(top - safe), tl.exp2(score - safe[None, :])
+        denominator = denominator * kept + tl.sum(weight, 0)
+        acc = product(tl.trans(k), weight.to(q.dtype), acc * kept[None, :])
+        top = higher
+    at = (batch * splits + split) * count + row
+    inverse = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
+    out = (acc * inverse[None, :]).to(sums.dtype.element_ty)
+    tl.store(sums + at[None, :] * L + channel[:, None], out, there[None, :] & (channel < L)[:, None])
+    if logs is not None:
+        tl.store(logs + at, top + tl.log2(denominator), there)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    sums, logs, out, splits, count, L: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    row, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BL + tl.arange(0, BL)
+    piece = tl.arange(0, BN)
+    sums += batch * splits * count * L
+    logs += batch * splits * count
+    top = tl.full([BN], float("-inf"), tl.float32)
+    for first in range(0, trips(splits), BN):
+        log = tl.load(logs + (first + piece) * count + row, first + piece < splits, float("-inf"))
+        top = tl.maximum(top, log)
+    highest = tl.max(top, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    acc = tl.zeros([BL], tl.float32)
+    denominator = tl.zeros([BN], tl.float32)
+    for first in range(0, trips(splits), BN):
+        at = (first + piece) * count + row
+        log = tl.load(logs + at, first + piece < splits, float("-inf"))
+        weight = tl.exp2(log - highest)
+        there = log != float("-inf")
+        part = tl.load(sums + at[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0)
+        acc += tl.sum(part * weight[:, None], 0)
+        denominator += weight
+    total = tl.sum(denominator, 0)
+    acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)
+    at = (batch * count + row) * L + channel
+    tl.store(out + at, acc.to(out.dtype.element_ty), channel < L)
+
+
+class Tiling(NamedTuple):
+    """How the split kernel is launched: its form, rows and cached tokens of a tile, warps, stages of the pipeline."""
+
+    keys_first: bool
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+TILINGS = (  # by rows; measured on one H200 at 512 + 64 channels
+    Tiling(True, 16, 64, 4, 2),
+    Tiling(True, 32, 64, 4, 2),
+    Tiling(False, 64, 64, 8, 2),
+)
+EXACT = Tiling(False, 16, 16, 4, 2)  # float32 is multiplied without tensor cores: small tiles, for what must be exact
+
+
+def tiling(rows: int, element_size: int) -> Tiling:
+    """The tiles for `rows` rows of each sequence."""
+    if element_size > 2:
+        return EXACT
+    return next((tile for tile in TILINGS if rows <= tile.rows), TILINGS[-1])
+
+
+def pieces(batch: int, tiles: int, steps: int, programs: int) -> int:
+    """Pieces that a sequence's cache is cut into: the fewest whose work is spread over `programs` within 5 % of evenly.
+
+    Args:
+        batch, tiles: sequences, and tiles of rows of each.
+        steps: tiles of cached tokens of the longest sequence.
+        programs: programs that the device runs at once.
+    """
+    most = max(1, min(steps, programs))
+    rounds = [-(-batch * tiles * n // programs) / n for n in range(1, most + 1)]
+    least = min(rounds)
+    return next(n for n, time in enumerate(rounds, 1) if time <= 1.05 * least)
+
+
+def context(
+    query_BQL: Tensor, query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, scale: float,
+    length_B: Tensor | None = None, table_BP: Tensor | None = None, options: Tiling | None = None, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch the kernels.
+
+    Args:
+        query_BQL: `[B, T*H, L]` queries carried into the latent space, dense.
+        query_shared_BTHr: `[B, T, H, r]` query parts that meet the shared key channels; r may be 0.
+        latent_BSL: `[B, S, L]` cached latents, or with a table pages `[P, 64, L]`; dense last axis.
+        shared_BSr: `[B, S, r]` cached shared key channels (`[P, 64, r]`), alike.
+        scale: factor on the scores.
+        length_B: int32 `[B]` cached tokens of each sequence, the T newest included; None = S.
+        table_BP: int32 `[B, pages]` page numbers.
+        options, splits: overrule the choices made here.
+
+    Returns:
+        `[B, T*H, L]` in the queries' dtype: softmax-weighted sums of latents; zeros for a sequence of length 0.
+    """
+    batch, tokens, heads, extra = query_shared_BTHr.shape
+    count, width = tokens * heads, query_BQL.shape[2]
+    capacity = latent_BSL.shape[1] if table_BP is None else table_BP.shape[1] * PAGE
+    padded, padded_extra = max(16, power_of_two(width)), max(16, power_of_two(extra))
+    tile = options or tiling(count, query_BQL.element_size())
+    tiles = blocks(count, tile.rows)
+    if splits is None:
+        splits = pieces(batch, tiles, blocks(capacity, tile.keys), units(query_BQL.device))
+    out = torch.empty_like(query_BQL)
+    sums, logs = out, None
+    if splits > 1:
+        sums = torch.empty(batch, splits, count, width, device=out.device)
+        logs = torch.empty(batch, splits, count, device=out.device)
+    kernel = _keys_kernel if tile.keys_first else _rows_kernel
+    kernel[(tiles, splits, batch)](
+        query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, sums, logs, *query_shared_BTHr.stride()[:3],
+        *latent_BSL.stride()[:2], *shared_BSr.stride()[:2], 0 if table_BP is None else table_BP.stride(0), capacity, tokens,
+        heads, scale * LOG2E, L=width, R=extra, BL=padded, BR=padded_extra, BM=tile.rows, BS=tile.keys, PAGE=PAGE,
+        PAGED=table_BP is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if logs is not None:
+        part = min(padded, MERGE_CHANNELS)
+        _merge_kernel[(count, blocks(width, part), batch)](
+            sums, logs, out, splits, count, L=width, BL=part, BN=MERGE_PIECES, num_warps=4
+        )
+    return out
+
+
+def attend_latent(
+    q_nope_BTHn: Tensor, q_rope_BTHr: Tensor, latent_BSL: Tensor, rope_key_BSr: Tensor, w_uk_HnL: Tensor, w_uv_HvL: Tensor,
+    scale: float, length_B: Tensor | None = None, table_BP: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`latent.attend_latent` and `decode.attend_cached`: both up-projections as batched products, the kernels between them."""
+    dtype, shape = q_nope_BTHn.dtype, q_nope_BTHn.shape[:3]
+    query_BQL = torch.einsum("bthn,hnl->bthl", q_nope_BTHn, w_uk_HnL.to(dtype)).flatten(1, 2).contiguous()
+    if q_rope_BTHr.stride(-1) != 1:
+        q_rope_BTHr = q_rope_BTHr.contiguous()
+    latent_BSL, rope_key_BSr = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_BSL, rope_key_BSr))
+    context_BQL = context(query_BQL, q_rope_BTHr, latent_BSL, rope_key_BSr, scale, length_B, table_BP)
+    return torch.einsum("bthl,hvl->bthv", context_BQL.view(*shape, -1), w_uv_HvL.to(dtype))
