@@ -133,6 +133,28 @@ class Sandbox:
         """Commands that run now and that somebody waits for."""
         return len(self._executions)
 
+    @property
+    def held(self) -> bool:
+        """Whether it has a machine: it runs, or is paused in memory."""
+        return self._machine is not None
+
+    def alive(self) -> bool:
+        """Whether its guest still lives; False also for one without a machine."""
+        with self._lock:
+            return self._machine is not None and self._machine.alive()
+
+    def lost(self) -> None:
+        """Clear away what is left of a guest that has ended; does nothing while it lives."""
+        with self._lock:
+            machine = self._machine
+        if machine is not None and not machine.alive():
+            self._lost(machine)
+
+    def unsaved_processes(self) -> int:
+        """How many processes a pause to the store would lose; 0 for a driver that saves the whole machine."""
+        with self._lock:
+            return self._machine.unsaved_processes() if self._machine is not None else 0
+
     def memory(self) -> Memory:
         """What it holds now; zeros while it is paused to its snapshot."""
         with self._lock:

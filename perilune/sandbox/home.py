@@ -51,6 +51,7 @@ class Record:
         idle_seconds: of no use after which a pool parks it; 0 = never.
         pooled: a pool made it; as a lost one it stays listed.
         parked: a pool paused it for want of use, and resumes it at the next one.
+        own_snapshot: made by a pool for itself; dropped once there is a newer one.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Record:
     idle_seconds: float = 0.0
     pooled: bool = False
     parked: bool = False
+    own_snapshot: str | None = None
     lock: int = field(default=-1, compare=False)
 
 

@@ -315,6 +315,10 @@ class Machine(Protocol):
         """Host processes whose memory is this guest's."""
         ...
 
+    def unsaved_processes(self) -> int:
+        """How many of the guest's processes a snapshot would not bring back."""
+        ...
+
     def file_bytes(self) -> int:
         """Bytes of its files that are in memory and in no map of `pids`."""
         ...

@@ -103,6 +103,10 @@ class Sandboxes:
             raise Mismatch("template_hash", snapshot.template_hash, now, what)
         return snapshot
 
+    def spec(self, snapshot: Snapshot) -> Spec:
+        """What the sandbox of a snapshot was made from."""
+        return from_dict(Spec, snapshot.spec)
+
     def resume(self, snapshot: str, *, name: str | None = None) -> Sandbox:
         """A new sandbox from a snapshot, as often as wanted; each gets its own identity and generation.
 
@@ -148,8 +152,9 @@ class Sandboxes:
     def _forget(self, sandbox: Sandbox, lost: bool = False) -> None:
         with self._lock:
             self._live.pop(sandbox.id, None)
-        if lost and sandbox.snapshot is not None and sandbox.record.name != sandbox.id:
-            # Whoever gave it a name finds it as lost, with the snapshot that is left of it.
+        chosen = sandbox.snapshot is not None and sandbox.record.name != sandbox.id
+        if lost and (chosen or sandbox.record.pooled):
+            # Whoever gave it a name or has it from a pool finds it as lost, with the snapshot that is left of it.
             self.home.save(sandbox.record)
             self.home.release(sandbox.record)
         else:

@@ -213,6 +213,10 @@ class ProcMachine:
                 return [int(line) for line in (folder / "cgroup.procs").read_text().split()]
         return descendants(self._agent)
 
+    def unsaved_processes(self) -> int:
+        """All but the agent."""
+        return len(descendants(self._agent)) - 1
+
     def file_bytes(self) -> int:
         """Changed files in the guest's tmpfs; 0 where no control group counts them."""
         return self.group.shared_memory_bytes()
