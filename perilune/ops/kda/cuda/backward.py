@@ -1,0 +1,86 @@
+"""The parallel part of the backward pass as one CUDA kernel: for which calls, and its launch. See backward.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perilune.ops.cuda import Kernel, unavailable_reason
+from perilune.ops.kda.triton.plan import CHUNK
+from perilune.ops.triton.available import units
+
+DIMS = (64, 128)
+_TYPES = (torch.bfloat16, torch.float32)
+
+
+@cache
+def kernel(key_dim: int, value_dim: int, l2: bool, a: bool, bias: bool, sigmoid: bool, wide: bool, beta_float: bool) -> Kernel:
+    """The kernel for these macros; see backward.cu."""
+    flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
+    k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
+    warps_across = key_dim // 32
+    floats = 17 * key_dim + 4 * CHUNK * warps_across + CHUNK + 4 * warps_across
+    return Kernel(
+        Path(__file__).parent / "backward.cu",
+        "backward",
+        "P" * 18 + "f" * 3 + "i" * 13,
+        threads=4 * key_dim,
+        shared_bytes=5 * k + 3 * v + 4 * key_dim * value_dim + 4 * CHUNK * CHUNK + 4 * floats,
+        defines={"KEY_DIM": key_dim, "VALUE_DIM": value_dim} | {name: int(flag) for name, flag in flags.items()},
+    )
+
+
+def unsuitable(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, *, gate: int, bounded: bool
+) -> str | None:
+    """Why the kernel does not take this call; None if it does. Flattened tensors `[tokens, heads, dim]`."""
+    reason = unavailable_reason(q.device)
+    if reason is not None:
+        return reason
+    if gate != 1 or not bounded:
+        return "the CUDA kernel differentiates the bounded gate only"
+    if q.shape[-1] not in DIMS or do.shape[-1] not in DIMS:
+        return f"the CUDA kernel needs K and V to be 64 or 128, not {q.shape[-1]} and {do.shape[-1]}"
+    for name, x in (("q", q), ("k", k), ("g", g), ("do", do)):
+        if x.dtype != torch.bfloat16:
+            return f"the CUDA kernel reads bfloat16; {name} is {x.dtype}"
+        if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:2]):
+            return f"the CUDA kernel copies 16 bytes at a time; rows of {name} are not aligned to that"
+    if beta.dtype not in _TYPES:
+        return f"the CUDA kernel reads beta as bfloat16 or float32, not {beta.dtype}"
+    return None
+
+
+def launch(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, U: Tensor,
+    S: Tensor, E: Tensor, dS: Tensor, chunks: Tensor, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
+    dA: Tensor | None, bias: Tensor | None, *, scale: float, lower_bound: float, beta_scale: float, l2: bool, sigmoid: bool,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dz `[tokens, heads, K]`, dbeta `[tokens, heads]`, and a row a chunk of dA and bias.
+
+    Args:
+        q: as k, g, beta and do flattened, what `unsuitable` lets pass.
+        A_log: `[heads]`.
+        dt_bias: `[heads * K]`.
+        U: `[chunks, heads, 64, V]`, with S and dS `[chunks, heads, V, K]` and E `[tokens, heads, V]` bfloat16.
+        chunks: int32 `[chunks, 2]`, first token and number of tokens.
+        dq: as dk float32 or bfloat16, of a value head.
+        dA: float32 `[chunks, heads]`.
+        bias: float32 `[chunks, heads, K]`.
+    """
+    heads, key_dim, value_dim = g.shape[1], g.shape[2], do.shape[2]
+    programs = chunks.shape[0] * heads
+    run = kernel(
+        key_dim, value_dim, l2, A_log is not None, dt_bias is not None, sigmoid, dq.dtype == torch.float32,
+        beta.dtype == torch.float32,
+    )  # fmt: skip
+    A_log, dt_bias = (None if x is None else x.float() for x in (A_log, dt_bias))
+    run.launch(
+        (min(programs, units(q.device)),),
+        q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias,
+        scale, lower_bound, beta_scale, *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(),
+        *do.stride()[:2], heads, heads // q.shape[1], programs,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+// Where the tiles of the backward kernel lie in shared memory, and how they go into the tensor cores.
+//
+// A chunk's 64 rows are four blocks of 16. Inside a block a thread of a product's result holds two rows that follow each
+// other, so running sums stay mostly in a thread: the 8 rows of a matrix that the tensor cores take are every second one of
+// a block. GROUP h of block b is rows 16 b + 2 i + h, i = 0 .. 7. With lane = 4 r + c a thread's results are
+//
+//     rows 16 b + 2 r + h, channels 32 w + 8 j + 2 c + e      h, e in 0, 1; j in 0 .. 3;      value[j][2 h + e]
+//
+// Rows of a tile are cut into pieces of 16 bytes, permuted so that the 8 rows of a group, and the threads of a warp, meet
+// different banks.
+#pragma once
+#include "device.h"
+
+constexpr int K = KEY_DIM, V = VALUE_DIM;
+constexpr int CHUNK = 64;
+constexpr int BLOCKS = 4;          // of 16 rows
+constexpr int WIDTH = K / 32;      // warps across the key channels
+constexpr int THREADS = 32 * BLOCKS * WIDTH;
+constexpr int WARPS = THREADS / 32;
+
+// Byte of piece `piece` of a row in a tile of 64 rows of D numbers; the same for a state, whose rows are value channels.
+template <int D> DEVICE int row_at(int row, int piece) { return row * (2 * D) + ((piece ^ ((row >> 1) & 7)) << 4); }
+DEVICE int state_at(int row, int piece) { return row * (2 * K) + ((piece ^ (row & 7)) << 4); }
+
+// Ask for 64 rows of a token-major tensor; rows from `count` on become 0.
+template <int D> DEVICE void fetch_rows(u8* tile, const bf16* rows, i64 stride, int count) {
+#pragma unroll
+    for (int i = threadIdx.x; i < CHUNK * (D / 8); i += THREADS) {
+        const int row = i / (D / 8), piece = i % (D / 8);
+        copy_async(tile + row_at<D>(row, piece), rows + row * stride + 8 * piece, row < count);
+    }
+}
+
+// Ask for a state `[V, K]`.
+DEVICE void fetch_state(u8* tile, const bf16* state) {
+#pragma unroll
+    for (int i = threadIdx.x; i < V * (K / 8); i += THREADS)
+        copy_async(tile + state_at(i / (K / 8), i % (K / 8)), state + 8 * i);
+}
+
+// This thread's part of a tile of key channels, two numbers a word: words[h][j].
+DEVICE int own_at(int block, int w, int lane, int h, int j) {
+    return row_at<K>(16 * block + 2 * (lane >> 2) + h, 4 * w + j) + 4 * (lane & 3);
+}
+
+// A 16x16 operand on the left: rows of `block`, numbers 16 n .. 16 n + 15 of them.
+template <int D> DEVICE void left(u32 (&a)[4], const u8* tile, int block, int n, int lane) {
+    const int i = lane & 7, matrix = lane >> 3;
+    load_matrices(a, tile + row_at<D>(16 * block + 2 * i + (matrix & 1), 2 * n + (matrix >> 1)));
+}
+
+// Of a square [64, 64] whose columns lie group by group: the transposed block (query block `q`, key block `k`).
+DEVICE void left_transposed(u32 (&a)[4], const u8* square, int q, int k, int lane) {
+    const int i = lane & 7, matrix = lane >> 3;
+    load_matrices_transposed(a, square + row_at<CHUNK>(16 * q + 2 * i + (matrix >> 1), 2 * k + (matrix & 1)));
+}
+
+// An operand on the right: rows of `block` by channels 32 w + 16 n .. + 15; b[0], b[1] for the first 8 of them.
+DEVICE void right(u32 (&b)[4], const u8* tile, int block, int w, int n, int lane) {
+    const int i = lane & 7, matrix = lane >> 3;
+    load_matrices_transposed(b, tile + row_at<K>(16 * block + 2 * i + (matrix & 1), 4 * w + 2 * n + (matrix >> 1)));
+}
+
+// value += the 16x16 block of a (`block` in a tile of D numbers a row, or transposed a square's) times 16 rows of a tile.
+DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile, int block, int w, int lane) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        u32 b[4];
+        right(b, tile, block, w, n, lane);
+        multiply_add(value[2 * n], a, b[0], b[1]);
+        multiply_add(value[2 * n + 1], a, b[2], b[3]);
+    }
+}
+
+// Rows `block` of a tile of value channels times a state.
+DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state, int block, int w, int lane) {
+    const int i = lane & 7, matrix = lane >> 3;
+#pragma unroll
+    for (int n = 0; n < V / 16; n++) {
+        u32 a[4], b[4];
+        left<V>(a, rows, block, n, lane);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * w + 2 * m + (matrix >> 1)));
+            multiply_add(value[2 * m], a, b[0], b[1]);
+            multiply_add(value[2 * m + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// The same for two tiles of rows at once.
+DEVICE void through_state(
+    float (&one)[4][4], float (&two)[4][4], const u8* rows_one, const u8* rows_two, const u8* state, int block, int w, int lane
+) {
+    const int i = lane & 7, matrix = lane >> 3;
+#pragma unroll
+    for (int n = 0; n < V / 16; n++) {
+        u32 a1[4], a2[4], b[4];
+        left<V>(a1, rows_one, block, n, lane);
+        left<V>(a2, rows_two, block, n, lane);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * w + 2 * m + (matrix >> 1)));
+            multiply_add(one[2 * m], a1, b[0], b[1]);
+            multiply_add(one[2 * m + 1], a1, b[2], b[3]);
+            multiply_add(two[2 * m], a2, b[0], b[1]);
+            multiply_add(two[2 * m + 1], a2, b[2], b[3]);
+        }
+    }
+}
+
+// Sums over a thread's channels, then over the four threads that share its rows.
+DEVICE float row_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// Sums over the warp's 16 rows of x[j][e], one channel a thread: that of channel 8 (r >> 1) + 2 c + (r & 1).
+DEVICE float column_sum(const float (&x)[4][2], int lane) {
+    float four[2][2], two[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const bool upper = lane & 16;
+            const float mine = upper ? x[j + 2][e] : x[j][e], other = upper ? x[j][e] : x[j + 2][e];
+            four[j][e] = mine + shuffle_xor(other, 16);
+        }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const bool upper = lane & 8;
+        const float mine = upper ? four[1][e] : four[0][e], other = upper ? four[0][e] : four[1][e];
+        two[e] = mine + shuffle_xor(other, 8);
+    }
+    const bool upper = lane & 4;
+    return (upper ? two[1] : two[0]) + shuffle_xor(upper ? two[0] : two[1], 4);
+}
+DEVICE int column_of(int w, int lane) { return 32 * w + 8 * (lane >> 3) + 2 * (lane & 3) + ((lane >> 2) & 1); }
+
+// Sums of the rows before this thread's two, within the block, of x = the sum of its own two; and of all rows of the block.
+// Added in the order of rows, never as a difference: later rows do not move earlier ones by a bit. (traps T01)
+DEVICE void sums_before(float x, int lane, float& before, float& all) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) {
+        const float y = shuffle_up(x, by);
+        x += lane < by ? 0.0f : y;
+    }
+    before = shuffle_up(x, 4);
+    before = lane < 4 ? 0.0f : before;
+    all = shuffle(x, 28 + (lane & 3));
+}
+
+// The same for the rows after.
+DEVICE void sums_after(float x, int lane, float& after, float& all) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) {
+        const float y = shuffle(x, lane + by);
+        x += lane + by > 31 ? 0.0f : y;
+    }
+    after = shuffle(x, lane + 4);
+    after = lane > 27 ? 0.0f : after;
+    all = shuffle(x, lane & 3);
+}
+
+// Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 the four threads
+// of a row trade first, so that each writes 16 bytes.
+DEVICE void store_row(bf16* row, const float (&x)[4][4], int h, int lane, bool there) {
+    const bool odd = lane & 1, upper = lane & 2;
+    u32 two[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) two[j] = pack(x[j][2 * h], x[j][2 * h + 1]);
+    const u32 a = shuffle(odd ? two[0] : two[1], lane ^ 1), b = shuffle(odd ? two[2] : two[3], lane ^ 1);
+    const u32 low_0 = odd ? a : two[0], low_1 = odd ? two[1] : a, high_0 = odd ? b : two[2], high_1 = odd ? two[3] : b;
+    const u32 c = shuffle(upper ? low_0 : high_0, lane ^ 2), d = shuffle(upper ? low_1 : high_1, lane ^ 2);
+    const uint4 eight = upper ? make_uint4(c, d, high_0, high_1) : make_uint4(low_0, low_1, c, d);
+    if (there) store_once(row + 8 * (lane & 3), eight);
+}
+DEVICE void store_row(float* row, const float (&x)[4][4], int h, int lane, bool there) {
+    if (!there) return;
+#pragma unroll
+    for (int j = 0; j < 4; j++) *(float2*)(row + 8 * j + 2 * (lane & 3)) = make_float2(x[j][2 * h], x[j][2 * h + 1]);
+}
