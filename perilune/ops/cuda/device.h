@@ -43,6 +43,9 @@ DEVICE u32 pack(float low, float high) {
     return y;
 }
 
+// Products of two pairs of bfloat16, each rounded (compute capability 9.0).
+DEVICE u32 multiply_pair(u32 a, u32 b) { u32 y; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 // Barrier `id` (1 .. 15) among `count` threads, whole warps: wait for them, or only be counted.

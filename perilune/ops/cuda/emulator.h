@@ -253,6 +253,10 @@ inline float reciprocal(float x) { return emulator::flushed(1.0f / emulator::flu
 inline float rsqrt_fast(float x) { return 1.0f / std::sqrt(emulator::flushed(x)); }
 inline u32 pack(float low, float high) { return emulator::rounded(low) | (u32)emulator::rounded(high) << 16; }
 
+inline u32 multiply_pair(u32 a, u32 b) {
+    return pack(emulator::half_of(a, 0) * emulator::half_of(b, 0), emulator::half_of(a, 1) * emulator::half_of(b, 1));
+}
+
 inline void sync_threads() { emulator::barrier(0, emulator::block.threads, true); }
 inline void barrier_sync(int id, int count) { emulator::barrier(id, count, true); }
 inline void barrier_arrive(int id, int count) { emulator::barrier(id, count, false); }
@@ -304,32 +308,32 @@ inline void store_matrices(const u32 (&r)[4], void* row) { emulated_store(r, row
 inline void store_matrices_transposed(const u32 (&r)[4], void* row) { emulated_store(r, row, true); }
 
 // Operands a, b, d in words 0..3, 4..5, 6..9; the result over d.
-template <int K> inline void emulated_multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, emulator::Instruction name) {
+template <int DEPTH> inline void emulated_multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, emulator::Instruction name) {
     u32* words = emulator::current->words;
     memcpy(words, a, 16);
     words[4] = b0;
     words[5] = b1;
     memcpy(words + 6, d, 16);
     emulator::together(name, [](emulator::Thread* lanes) {
-        static float A[16][K], B[K][8];
+        static float left[16][DEPTH], right[DEPTH][8];
         for (int i = 0; i < 32; i++)
             for (int e = 0; e < 4; e++) {
                 const int row = i / 4 + 8 * (e & 1);
-                if (K == 16)
+                if (DEPTH == 16)
                     for (int h = 0; h < 2; h++) {
-                        A[row][2 * (i % 4) + h + 8 * (e >> 1)] = emulator::half_of(lanes[i].words[e], h);
-                        if (e < 2) B[2 * (i % 4) + h + 8 * e][i / 4] = emulator::half_of(lanes[i].words[4 + e], h);
+                        left[row][2 * (i % 4) + h + 8 * (e >> 1)] = emulator::half_of(lanes[i].words[e], h);
+                        if (e < 2) right[2 * (i % 4) + h + 8 * e][i / 4] = emulator::half_of(lanes[i].words[4 + e], h);
                     }
                 else {
-                    A[row][i % 4 + 4 * (e >> 1)] = from_bits(lanes[i].words[e] & 0xffffe000u);
-                    if (e < 2) B[i % 4 + 4 * e][i / 4] = from_bits(lanes[i].words[4 + e] & 0xffffe000u);
+                    left[row][i % 4 + 4 * (e >> 1)] = from_bits(lanes[i].words[e] & 0xffffe000u);
+                    if (e < 2) right[i % 4 + 4 * e][i / 4] = from_bits(lanes[i].words[4 + e] & 0xffffe000u);
                 }
             }
         for (int i = 0; i < 32; i++)
             for (int e = 0; e < 4; e++) {
                 const int row = i / 4 + 8 * (e >> 1), column = 2 * (i % 4) + (e & 1);
                 double sum = from_bits(lanes[i].words[6 + e]);
-                for (int k = 0; k < K; k++) sum += (double)A[row][k] * B[k][column];
+                for (int k = 0; k < DEPTH; k++) sum += (double)left[row][k] * right[k][column];
                 lanes[i].words[6 + e] = bits((float)sum);
             }
     });

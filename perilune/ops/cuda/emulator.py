@@ -71,7 +71,7 @@ def load(source: Path, entry: str, headers: Sequence[Path], defines: Mapping[str
     assert compiler is not None, "asked for an emulation where `missing` gives a reason"
     options = (*OPTIONS, f"-I{FOLDER}", f"-I{source.parent}", *(f"-D{n}={v}" for n, v in defines.items()))
     text = _WRAPPER.format(source=source.name, entry=entry)
-    key = files.source_key(source, headers, text, *compiler, *options)
+    key = files.source_key(source, [*headers, FOLDER / "emulator.h"], text, *compiler, *options)
     path = files.find("emulated", source.stem, key, ".so")
     if path is None:
         with tempfile.TemporaryDirectory(prefix="perilune-") as scratch:
