@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
@@ -72,6 +73,8 @@ def _describe(value: object, path: tuple, constants: dict, attributes: dict, pla
     """The type of an argument in Triton's words; what the launcher would specialise goes into the two dictionaries."""
     if isinstance(value, tuple):
         return tuple(_describe(x, (*path, i), constants, attributes, plain) for i, x in enumerate(value))
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{value.block_shape}>"
     if isinstance(value, torch.Tensor):
         if value.data_ptr() % 16 == 0:
             attributes[path] = _DIVISIBLE

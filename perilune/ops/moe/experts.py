@@ -9,7 +9,8 @@ dy and mixing weight p it recomputes h and uses
     dp = <h, d>      instead of <dy, h W2^T>, which would need the expert's output
     dW2 = dy^T (p h)
 
-Implementations: "native" walks the experts in one C call on torch's own BLAS, with each expert's temporaries in cache;
+Implementations: "triton" takes CUDA tensors, one grouped product a launch, with the plan made on the device (folder
+`triton`); "native" walks the experts in one C call on torch's own BLAS, with each expert's temporaries in cache;
 "torch" is a loop over experts in any dtype on any device. A few tokens without gradient go to `decode`.
 """
 
@@ -25,17 +26,29 @@ from perilune.ops.moe.decode import MAX_TOKENS, experts_decode
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.native.blas import multiplies_bf16, why_no_blas
 from perilune.ops.situ_glu import GLUS, glu
+from perilune.ops.triton.available import choose as choose_triton
 
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
     """Return which implementation `routed_experts` takes for these operands, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if (choice := choose_triton(z_NL)) is not None:
+        return _triton_or_torch(choice, z_NL, w1_EFL)
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
     if reason is None and z_NL.dtype == torch.bfloat16 and multiplies_bf16():
         reason = "this CPU multiplies bf16 in hardware, the C path would widen to fp32"
     reason = reason or why_no_blas()
     return Choice("torch", reason) if reason else Choice("native", "fp32 products on CPU, one call for all experts")
+
+
+def _triton_or_torch(choice: Choice, z_NL: Tensor, w1_EFL: Tensor) -> Choice:
+    if choice.implementation != "triton":
+        return choice
+    from perilune.ops.moe.triton.experts import obstacle
+
+    reason = obstacle(z_NL, w1_EFL)
+    return choice if reason is None else Choice("torch", f"a loop over experts: {reason}")
 
 
 def routed_experts(
@@ -77,6 +90,10 @@ def routed_experts(
     )
     caps = (float(beta), linear_beta) if activation == "situ" else None
     choice = select(z_NL, w1_EFL).implementation
+    if choice == "triton":
+        from perilune.ops.moe.triton.experts import RoutedExperts
+
+        return RoutedExperts.apply(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (z_NL, weight_NA, w1_EFL, w3_EFL, w2_ELF))
     if choice == "native" and not tracked and z_NL.shape[0] <= MAX_TOKENS:
         return experts_decode(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)

@@ -1,0 +1,1 @@
+"""The routed experts, the router and the balancer's histogram in Triton, for a Hopper GPU."""

@@ -1,0 +1,56 @@
+"""Sizes of the tiles, by element type and rows an expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tiles(NamedTuple):
+    """Of one product: output columns of a tile, depth of a step, steps in flight, and warps of a program."""
+
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+class Config(NamedTuple):
+    """Of the chain: rows of a tile, and the tiles of each product.
+
+    Attributes:
+        rows: rows of every tile of routed rows.
+        glu: the two products before the gated unit; `columns` of each of the two.
+        product: rows times one matrix.
+        slope: rows times the transposed down weight, then the gated unit's gradient.
+        weights: of a weight's gradient; `columns` of it, and `weight_rows` rows.
+        weight_rows: see `weights`.
+        group: tiles of rows that take turns with one tile of columns.
+        programs: programs a multiprocessor that walk over the tiles; 0 = a program for each tile.
+    """
+
+    rows: int
+    glu: Tiles
+    product: Tiles
+    slope: Tiles
+    weights: Tiles
+    weight_rows: int
+    group: int = 8
+    programs: int = 0
+
+
+MANY = 160  # routed rows an expert from which 128 rows a tile waste less than they gain
+
+HALF = {
+    128: Config(128, Tiles(128, 64, 3, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 3, 8), Tiles(256, 64, 3, 8), 128),
+    64: Config(64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), 64),
+}
+FULL = Config(64, Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), 64)
+
+
+def config(dtype: torch.dtype, slots: int, experts: int) -> Config:
+    """The tiles for `slots` routed rows over `experts`."""
+    if dtype == torch.float32:
+        return FULL
+    return HALF[128 if slots >= MANY * experts else 64]

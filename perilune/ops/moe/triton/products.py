@@ -1,0 +1,151 @@
+"""Products of the routed rows with their experts' matrices, and of rows with rows for the weights' gradients.
+
+Matrices come as descriptors of the tensor copy engine: what lies outside of one reads as zero and is not written. Stacked
+weights `[E, M, K]` are one matrix of E M rows; a tile at the end of an expert's rows may read into the next expert's: such
+columns lie outside of the result, and such depths meet zeros of the other operand.
+"""
+
+# What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from perilune.ops.moe.triton.tiles import capped, dot_add, place_of_tile, trips
+from perilune.ops.triton.gates import sigmoid
+
+
+@triton.jit
+def glu_kernel(
+    x, w1, w3, h, gate, up, expert_of_tile, start, experts, beta, linear_beta, L: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GATE_CAPPED: tl.constexpr,
+    UP_CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h = glu(x W1^T, x W3^T); or, without h, the two products."""
+    columns: tl.constexpr = (F + BN - 1) // BN
+    tiles = tl.load(start + experts) * columns
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
+        expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
+        row, column = m * BM, n * BN
+        a = tl.zeros([BM, BN], tl.float32)
+        b = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, L, BK):
+            v = x.load([row, k])
+            a = dot_add(v, w1.load([expert * F + column, k]).T, a, PRECISION)
+            b = dot_add(v, w3.load([expert * F + column, k]).T, b, PRECISION)
+        if h is None:
+            gate.store([row, column], a.to(gate.dtype))
+            up.store([row, column], b.to(up.dtype))
+        else:
+            left, _ = capped(a, beta, GATE_CAPPED)
+            right, _ = capped(b, linear_beta, UP_CAPPED)
+            h.store([row, column], (left * sigmoid(a) * right).to(h.dtype))
+
+
+@triton.jit
+def down_kernel(
+    h, w2, y, weight, slot_of_row, expert_of_tile, start, counts, experts, F: tl.constexpr, L: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = p h W2^T, p the row's mixing weight."""
+    columns: tl.constexpr = (L + BN - 1) // BN
+    tiles = tl.load(start + experts) * columns
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
+        expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
+        row, column = m * BM, n * BN
+        total = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, F, BK):
+            total = dot_add(h.load([row, k]), w2.load([expert * L + column, k]).T, total, PRECISION)
+        p = weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM)
+        y.store([row, column], (total * p[:, None]).to(y.dtype))
+
+
+@triton.jit
+def weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM: tl.constexpr):
+    """Mixing weights of a tile's rows, 0 in the padding."""
+    at = row + tl.arange(0, BM)
+    real = at - tl.load(start + expert) * BM < tl.load(counts + expert)
+    return tl.load(weight + tl.load(slot_of_row + at, real, 0), real, 0.0)
+
+
+@triton.jit
+def slope_kernel(
+    dy, w2, gate, up, ph, dgate, dup, dweight, weight, slot_of_row, expert_of_tile, start, counts, experts, beta,
+    linear_beta, L: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d = dy W2; then dp = <h, d> of this tile's columns, p h, and the gradients of gate and up for dh = p d."""
+    columns: tl.constexpr = (F + BN - 1) // BN
+    tiles = tl.load(start + experts) * columns
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
+        expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
+        row, column = m * BM, n * BN
+        d = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, L, BK):
+            d = dot_add(dy.load([row, k]), w2.load([expert * L + k, column]), d, PRECISION)
+        p = weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM)
+        at = (row + tl.arange(0, BM)).to(tl.int64)
+        # Half of the columns at a time: all at once are more numbers than there are registers.
+        halves = tl.split(tl.permute(tl.reshape(d, [BM, 2, BN // 2]), [0, 2, 1]))
+        dp = tl.zeros([BM], tl.float32)
+        for half in tl.static_range(2):
+            d = halves[half]
+            column = n * BN + half * (BN // 2)
+            a = gate.load([row, column]).to(tl.float32)
+            b = up.load([row, column]).to(tl.float32)
+            left, left_slope = capped(a, beta, GATE_CAPPED)
+            right, right_slope = capped(b, linear_beta, UP_CAPPED)
+            opened = sigmoid(a)
+            h = left * opened * right
+            inside = column + tl.arange(0, BN // 2) < F
+            dp += tl.sum(tl.where(inside[None, :], h * d, 0.0), 1)
+            ph.store([row, column], (h * p[:, None]).to(ph.dtype))
+            d *= p[:, None]
+            da = d * right * (opened * left_slope + opened * (1.0 - opened) * left)
+            dgate.store([row, column], da.to(dgate.dtype))
+            dup.store([row, column], (d * left * opened * right_slope).to(dup.dtype))
+        tl.store(dweight + at * columns + n, dp)
+
+
+@triton.jit
+def up_kernel(
+    dgate, dup, w1, w3, dx, expert_of_tile, start, experts, F: tl.constexpr, L: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx = dgate W1 + dup W3."""
+    columns: tl.constexpr = (L + BN - 1) // BN
+    tiles = tl.load(start + experts) * columns
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
+        expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
+        row, column = m * BM, n * BN
+        total = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, F, BK):
+            total = dot_add(dgate.load([row, k]), w1.load([expert * F + k, column]), total, PRECISION)
+        for k in range(0, F, BK):
+            total = dot_add(dup.load([row, k]), w3.load([expert * F + k, column]), total, PRECISION)
+        dx.store([row, column], total.to(dx.dtype))
+
+
+@triton.jit
+def weight_kernel(
+    left, right, dw, start, experts, TILE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dW `[E, M, N]` = left^T right over the rows of each expert; zeros for an expert without rows."""
+    rows: tl.constexpr = (M + BM - 1) // BM
+    columns: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(trips(tl.program_id(0)), trips(experts * (rows * columns)), trips(tl.num_programs(0))):
+        expert, inside = tile // (rows * columns), tile % (rows * columns)
+        group = inside // (GROUP * columns)
+        size = tl.minimum(rows - group * GROUP, GROUP)
+        inside -= group * (GROUP * columns)
+        m, n = (group * GROUP + inside % size) * BM, inside // size * BN
+        begin, end = tl.load(start + expert) * TILE, tl.load(start + expert + 1) * TILE
+        total = tl.zeros([BM, BN], tl.float32)
+        for k in tl.range(trips(begin), trips(end), BK):
+            total = dot_add(left.load([k, m]).T, right.load([k, n]), total, PRECISION)
+        at_m, at_n = m + tl.arange(0, BM), n + tl.arange(0, BN)
+        where = dw + (expert * M + at_m).to(tl.int64)[:, None] * N + at_n[None, :]
+        tl.store(where, total.to(dw.dtype.element_ty), (at_m < M)[:, None] & (at_n < N)[None, :])
