@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
+from perilune.model.paged import PagedRecurrent
 from perilune.model.state import RecurrentState
 from perilune.ops.kda import chunk_kda, fused_kda_gate, kda_decode_step
+from perilune.ops.kda.decode_pages import kda_decode_pages
 from perilune.ops.linear import linears
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.segments import Segments
@@ -99,42 +101,76 @@ class KDA(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        state: RecurrentState | None = None,
+        state: RecurrentState | PagedRecurrent | None = None,
         segments: Segments | None = None,
         past: list[int] | None = None,
-    ) -> tuple[Tensor, RecurrentState | None]:
+    ) -> tuple[Tensor, RecurrentState | PagedRecurrent | None]:
         """Mix `[B, T, D]` along the sequence; `state` is updated in place. `past` is not used: there are no positions."""
         if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
             return self._decode(x_BTD, state), state
         kda = self.kda
-        qkv, window = short_conv(
-            self.qkv_proj(x_BTD), self.qkv_conv, None if state is None else state.window_BXW, segments
-        )
+        raw, before = self.qkv_proj(x_BTD), None if state is None else state.window_BXW
+        qkv, window = short_conv(raw, self.qkv_conv, before, segments)
         q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
         q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (kda.num_heads, kda.value_dim))
-        out, memory = self._memory(
-            q, k, v, x_BTD, None if state is None else state.memory_BHVK, state is not None, segments
-        )
+        if state is not None and state.marks:
+            out, memory = self._marked(q, k, v, x_BTD, torch.cat((before.mT, raw), dim=1), state)
+        else:
+            initial = None if state is None else state.memory_BHVK
+            out, memory = self._memory(q, k, v, x_BTD, initial, state is not None, segments)
         if state is not None:
             assert memory is not None, "a call with a state asks for the final memory"
             state.window_BXW, state.memory_BHVK = window, memory
         gate = self.output_gate(x_BTD).view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
 
-    def _decode(self, x_BTD: Tensor, state: RecurrentState) -> Tensor:
+    def _marked(
+        self, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, line_BTX: Tensor, state: PagedRecurrent
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence in pieces that end where a state is to be written; `line` are the raw projections behind the old
+        window."""
+        taps, memory, start, outs = self.kda.conv_kernel - 1, state.memory_BHVK, 0, []
+        for end in (*state.marks, x_BTD.shape[1]):
+            pieces = (t[:, start:end] for t in (q, k, v, x_BTD))
+            out, memory = self._memory(*pieces, memory, True, None)
+            assert memory is not None, "a call with a state asks for the final memory"
+            outs.append(out)
+            if end < x_BTD.shape[1]:
+                state.export(end, line_BTX[:, end : end + taps].mT, memory)
+            start = end
+        return torch.cat(outs, dim=1), memory
+
+    def _decode(self, x_BTD: Tensor, state: RecurrentState | PagedRecurrent) -> Tensor:
         """One token: the projections of x together, then convolution, gate, recurrence, norm and output gate in one call."""
         kda = self.kda
         gate_proj = self.g_proj if kda.output_gate_rank is None else self.g_a_proj
         qkv, decay, beta, gate = linears(
             x_BTD[:, 0], self.qkv_proj.weight, self.f_a_proj.weight, self.b_proj.weight, gate_proj.weight
         )
-        out = kda_decode_step(
-            qkv, self.qkv_conv, state.window_BXW, self.f_b_proj(decay), self.A_log[: kda.num_heads], self.dt_bias, beta,
-            gate if kda.output_gate_rank is None else self.g_b_proj(gate), self.o_norm, state.memory_BHVK,
-            num_heads=kda.num_heads, key_dim=kda.head_dim, lower_bound=kda.gate_lower_bound, scale=kda.head_dim**-0.5,
-            norm_eps=self.norm_eps,
-        )  # fmt: skip
+        logits = (self.f_b_proj(decay), self.A_log[: kda.num_heads], self.dt_bias, beta)
+        gate = gate if kda.output_gate_rank is None else self.g_b_proj(gate)
+        numbers = {
+            "num_heads": kda.num_heads, "key_dim": kda.head_dim, "lower_bound": kda.gate_lower_bound,
+            "scale": kda.head_dim**-0.5, "norm_eps": self.norm_eps,
+        }  # fmt: skip
+        out = None
+        if isinstance(state, PagedRecurrent):
+            out = kda_decode_pages(
+                qkv,
+                self.qkv_conv,
+                state.window_PHw,
+                *logits,
+                gate,
+                self.o_norm,
+                state.memory_PHVK,
+                state.page_B,
+                **numbers,
+            )
+        if out is None:
+            window, memory = state.window_BXW, state.memory_BHVK
+            out = kda_decode_step(qkv, self.qkv_conv, window, *logits, gate, self.o_norm, memory, **numbers)
+            state.window_BXW, state.memory_BHVK = window, memory  # changed in place; a paged state gave copies
         return self.o_proj(out)[:, None]
 
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from perilune.config import MLAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.norm import RMSNorm
+from perilune.model.paged import PagedCache
 from perilune.model.state import LatentCache
 from perilune.ops.mla import attend, attend_latent, max_logit
+from perilune.ops.mla.pages import attend_latent_pages
 from perilune.ops.rope import rope
 from perilune.ops.segments import Segments
 
@@ -87,10 +89,16 @@ class GatedMLA(nn.Module):
         shared = shared_BSr[..., None, :].expand(*k_nope.shape[:-1], mla.qk_rope_head_dim)
         return torch.cat((k_nope, shared), dim=-1), v
 
+    def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Key and value up-projections `[H, n, L]` and `[H, V, L]`."""
+        mla = self.mla
+        weight = self.kv_b_proj.weight.to(dtype).view(mla.num_heads, -1, mla.kv_lora_rank)
+        up_k, up_v = weight.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+        return up_k, up_v
+
     def _absorbed(self, q_nope: Tensor, q_shared: Tensor, entries_BSC: Tensor, past: int) -> Tensor:
         mla = self.mla
-        weight = self.kv_b_proj.weight.to(q_nope.dtype).view(mla.num_heads, -1, mla.kv_lora_rank)
-        up_k, up_v = weight.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+        up_k, up_v = self._up_projections(q_nope.dtype)
         latent, shared = entries_BSC.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         return attend_latent(q_nope, q_shared, latent, shared, up_k, up_v, self.scale, past)
 
@@ -101,13 +109,24 @@ class GatedMLA(nn.Module):
         keys, values = self.expand(*entries_BSC.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1))
         return attend(torch.cat((q_nope, q_shared), dim=-1), keys, values, self.scale, past=past, fp32_output=False)
 
+    def _attend_pages(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache) -> Tensor:
+        """Attention of a chunk of one row, or of one token of each of several rows of any lengths."""
+        rows = cache.rows
+        if q_nope.shape[1] > 1:
+            return self._attend_cached(q_nope, q_shared, cache.entries(0), rows.past[0])
+        up_k, up_v = self._up_projections(q_nope.dtype)
+        out_BHV = attend_latent_pages(
+            q_nope[:, 0], q_shared[:, 0], cache.entry_PSC, rows.table_BP, rows.length_B, up_k, up_v, self.scale
+        )
+        return out_BHV[:, None]
+
     def forward(
         self,
         x_BTD: Tensor,
-        state: LatentCache | None = None,
+        state: LatentCache | PagedCache | None = None,
         segments: Segments | None = None,
         past: list[int] | None = None,
-    ) -> tuple[Tensor, LatentCache | None]:
+    ) -> tuple[Tensor, LatentCache | PagedCache | None]:
         """Mix `[B, T, D]`; with a state, `past` gives the tokens that each row has cached, and new entries are appended."""
         tokens = x_BTD.shape[1]
         q_nope, q_shared = self.queries(x_BTD, past)
@@ -127,7 +146,10 @@ class GatedMLA(nn.Module):
             assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
             entries = torch.cat((latent, shared), dim=-1)
             lengths = sorted(set(past))
-            if len(lengths) == 1:
+            if isinstance(state, PagedCache):
+                state.append(entries)
+                out = self._attend_pages(q_nope, q_shared, state)
+            elif len(lengths) == 1:
                 start = lengths[0]
                 state.entries_BSC[:, start : start + tokens] = entries
                 out = self._attend_cached(q_nope, q_shared, state.entries_BSC[:, : start + tokens], start)

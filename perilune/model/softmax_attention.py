@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from perilune.config import ModelConfig, SoftmaxConfig
 from perilune.model.linear import Linear
+from perilune.model.paged import PagedCache
 from perilune.model.state import KeyValueCache
 from perilune.ops.mla import attend
 from perilune.ops.rope import rope
@@ -31,10 +32,10 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        state: KeyValueCache | None = None,
+        state: KeyValueCache | PagedCache | None = None,
         segments: Segments | None = None,
         past: list[int] | None = None,
-    ) -> tuple[Tensor, KeyValueCache | None]:
+    ) -> tuple[Tensor, KeyValueCache | PagedCache | None]:
         """Mix `[B, T, D]`; with a state, new keys and values are appended at each row's `past`."""
         batch, tokens = x_BTD.shape[:2]
         split = (self.softmax.num_heads, self.softmax.head_dim)
@@ -44,6 +45,13 @@ class SoftmaxAttention(nn.Module):
         q, k = (rope(t, positions, self.softmax.rope_theta) for t in (q, k))
         if state is None:
             out = attend(q, k, v, self.scale, segments)
+        elif isinstance(state, PagedCache):
+            state.append(torch.cat((k.flatten(-2), v.flatten(-2)), dim=-1))
+            outs = []
+            for row, length in enumerate(state.rows.past):
+                keys, values = (t.unflatten(-1, split) for t in state.entries(row).chunk(2, dim=-1))
+                outs.append(attend(q[row : row + 1], keys, values, self.scale, past=length))
+            out = torch.cat(outs).to(v.dtype)
         else:
             assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
             out = torch.empty_like(v)

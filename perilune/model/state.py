@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ class RecurrentState:
     Attributes:
         window_BXW: last conv_kernel−1 raw projections of q|k|v, `[B, X, W-1]`.
         memory_BHVK: fp32 (fp64 for fp64 models) matrix of each head, `[B, H, V, K]`.
+        marks: points inside a call where states are to be written besides; see `paged.PagedRecurrent`.
     """
 
+    marks: ClassVar[tuple[int, ...]] = ()
     window_BXW: Tensor
     memory_BHVK: Tensor
 

@@ -25,14 +25,15 @@ from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
 from perilune.ops.native.build import load, unavailable_reason
 from perilune.ops.triton.available import obstacle as triton_obstacle
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_TAPS = 16  # PL_MAX_TAPS in kda_decode.c
 
 _INTEGERS = (
     "batch heads key_dim value_dim taps threads qkv_stride decay_stride beta_stride gate_stride type window_type bounded"
 ).split()
 _FLOATS = "scale lower_bound norm_eps unused".split()
-_POINTERS = "conv_weight A_log dt_bias norm_weight window state qkv decay beta gate out".split()
+_POINTERS = "conv_weight A_log dt_bias norm_weight window state qkv decay beta gate out page".split()
+_STRIDES = "state_page state_head window_page window_head".split()
 
 
 class _Struct(ctypes.Structure):
@@ -42,6 +43,7 @@ class _Struct(ctypes.Structure):
         [(name, ctypes.c_int64) for name in _INTEGERS]
         + [(name, ctypes.c_float) for name in _FLOATS]
         + [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in _STRIDES]
     )
 
 
@@ -60,7 +62,7 @@ def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     if place != "cpu" or wanted == "triton":
         obstacle = triton_obstacle(torch.device(device), dtype)
         return _TRITON if obstacle is None else Choice("torch", f"plain torch: {obstacle}")
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         obstacle = f"the native kernel takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     else:
         obstacle = unavailable_reason("kda_decode")
@@ -201,7 +203,7 @@ def _torch(
     return o.reshape(batch, heads * value_dim).to(qkv.dtype)
 
 
-def _row_stride(x: Tensor, batch: int) -> int | None:
+def row_stride(x: Tensor, batch: int) -> int | None:
     """Numbers from one row of `[B, ...]` to the next if the numbers of a row lie side by side, else None."""
     if x.is_contiguous():
         return x.numel() // batch if batch else 0
@@ -233,7 +235,7 @@ def readable(
         return False
     if max(state.shape[2:]) > MAX_KEY_DIM:
         return False
-    return None not in [_row_stride(x, qkv.shape[0]) for x in (qkv, decay_logit, beta_logit, gate)]
+    return None not in [row_stride(x, qkv.shape[0]) for x in (qkv, decay_logit, beta_logit, gate)]
 
 
 @lru_cache
@@ -263,13 +265,39 @@ def _native(
     norm_eps: float,
 ) -> Tensor | None:
     """The C call; None where the tensors' layout is not the one it reads (then the caller takes the torch form)."""
-    dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
-    value_dim, taps = norm_weight.shape[0], conv_weight.shape[1]
-    if window_dtype not in _TYPES or not readable(
+    if window.dtype not in TYPES or not readable(
         qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate, norm_weight, state
     ):
         return None
-    strides = [_row_stride(x, batch) for x in (qkv, decay_logit, beta_logit, gate)]
+    tensors = (qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate, norm_weight, state)
+    return call_native(*tensors, heads, key_dim, lower_bound, scale, norm_eps)
+
+
+def call_native(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    window: Tensor,
+    decay_logit: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_logit: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    heads: int,
+    key_dim: int,
+    lower_bound: float | None,
+    scale: float,
+    norm_eps: float,
+    page_B: Tensor | None = None,
+) -> Tensor:
+    """The C call on operands that were checked; with `page_B`, window and state are pools whose pages lie by head."""
+    dtype, window_dtype, batch = qkv.dtype, window.dtype, qkv.shape[0]
+    value_dim, taps = norm_weight.shape[0], conv_weight.shape[1]
+    strides_of_pages = (0, 0, 0, 0)
+    if page_B is not None:
+        strides_of_pages = (state.stride(0), state.stride(1), window.stride(0), window.stride(1))
+    strides = [row_stride(x, batch) for x in (qkv, decay_logit, beta_logit, gate)]
     out = torch.empty(batch, heads * value_dim, dtype=dtype)
     struct = _Struct(
         batch,
@@ -279,8 +307,8 @@ def _native(
         taps,
         torch.get_num_threads(),
         *strides,
-        _TYPES[dtype],
-        _TYPES[window_dtype],
+        TYPES[dtype],
+        TYPES[window_dtype],
         lower_bound is not None,
         scale,
         lower_bound or 0.0,
@@ -297,6 +325,8 @@ def _native(
         beta_logit.data_ptr(),
         gate.data_ptr(),
         out.data_ptr(),
+        None if page_B is None else page_B.data_ptr(),
+        *strides_of_pages,
     )
     _entry()(struct)
     return out

@@ -3,6 +3,9 @@
  *
  * The state is [B, H, V, K] float32 and the window [B, X, W-1] holds the last raw projections; both change in place. A
  * state row v is read once and written once: with a = alpha * S_v, u = beta (value_v - a.k), o_v = a.q + u (k.q).
+ *
+ * Or both lie in pages of a pool, head by head: row b uses page `page[b]`, where a head's matrix and its q, k and v channels
+ * of the window are runs of numbers.
  */
 #include "vector.h"
 
@@ -21,13 +24,21 @@ typedef struct {
     float *state;
     const void *qkv, *decay, *beta, *gate;
     void *out; /* [B, H * V] */
+    const int64_t *page; /* [B], or NULL: not in pages */
+    int64_t state_page, state_head, window_page, window_head; /* numbers from one page, or head, to the next */
 } kda_decode_args;
 
-/* SiLU of the convolution of `count` channels from `channel` on; shifts their window. `out` is padded with zeros. */
-static void convolve(const kda_decode_args *a, int64_t row, int64_t channel, int count, int padded, float *restrict out) {
+/* Where the window of a head's part (0 q, 1 k, 2 v) begins, whose first channel among all is `channel`. */
+static int64_t window_at(const kda_decode_args *a, int64_t row, int head, int part, int64_t channel) {
+    int64_t past = a->taps - 1;
+    if (a->page) return a->page[row] * a->window_page + head * a->window_head + part * a->key_dim * past;
+    return (row * a->heads * (2 * a->key_dim + a->value_dim) + channel) * past;
+}
+
+/* SiLU of the convolution of `count` channels from `channel` on; shifts their window, which begins at `at`. `out` is padded with zeros. */
+static void convolve(const kda_decode_args *a, int64_t row, int64_t channel, int64_t at, int count, int padded,
+                     float *restrict out) {
     int taps = (int)a->taps, past = taps - 1;
-    int64_t channels = a->heads * (2 * a->key_dim + a->value_dim);
-    int64_t at = (row * channels + channel) * past;
     const float *weight = a->conv_weight + channel * taps;
     float fresh[PL_MAX_DIM];
     pl_read(fresh, a->qkv, row * a->qkv_stride + channel, count, count, (int)a->type);
@@ -57,9 +68,11 @@ static void decode_head(const kda_decode_args *a, int64_t row, int head) {
     int K = pl_padded(key_dim), V = pl_padded(value_dim);
     int64_t key_width = a->heads * a->key_dim;
     float q[PL_MAX_DIM], k[PL_MAX_DIM], v[PL_MAX_DIM], alpha[PL_MAX_DIM], o[PL_MAX_DIM], gate[PL_MAX_DIM], beta;
-    convolve(a, row, (int64_t)head * key_dim, key_dim, K, q);
-    convolve(a, row, key_width + (int64_t)head * key_dim, key_dim, K, k);
-    convolve(a, row, 2 * key_width + (int64_t)head * value_dim, value_dim, V, v);
+    int64_t first[3] = {(int64_t)head * key_dim, key_width + (int64_t)head * key_dim,
+                        2 * key_width + (int64_t)head * value_dim};
+    convolve(a, row, first[0], window_at(a, row, head, 0, first[0]), key_dim, K, q);
+    convolve(a, row, first[1], window_at(a, row, head, 1, first[1]), key_dim, K, k);
+    convolve(a, row, first[2], window_at(a, row, head, 2, first[2]), value_dim, V, v);
     float q_scale = a->scale * pl_rsqrtf(pl_dot(K, q, q) + PL_L2_EPS), k_scale = pl_rsqrtf(pl_dot(K, k, k) + PL_L2_EPS);
     PL_SIMD for (int i = 0; i < K; i++) q[i] *= q_scale, k[i] *= k_scale;
     float kq = pl_dot(K, q, k);
@@ -78,7 +91,8 @@ static void decode_head(const kda_decode_args *a, int64_t row, int head) {
     pl_read(&beta, a->beta, row * a->beta_stride + head, 1, 1, (int)a->type);
     beta = pl_sigmoidf(beta);
 
-    float *state = a->state + (row * a->heads + head) * (int64_t)value_dim * key_dim;
+    float *state = a->state + (a->page ? a->page[row] * a->state_page + head * a->state_head
+                                       : (row * a->heads + head) * (int64_t)value_dim * key_dim);
     int whole = key_dim / PL_LANES * PL_LANES;
     for (int j = 0; j < value_dim; j++, state += key_dim) {
         pl_vec along_k = {0.0f}, along_q = {0.0f};

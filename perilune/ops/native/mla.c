@@ -168,3 +168,46 @@ EXPORT int latent_attention(const void *qn, const void *qr, const void *latent, 
     free(scratch);
     return 0;
 }
+
+/* One new token of each of B sequences against cached latents in pages. qn [B,H,n], qr [B,H,r], out [B,H,v] dense. A page
+ * holds `size` rows of L latents and r shared key channels side by side; pages are step[0] elements apart. table [B,P]
+ * names each sequence's pages, length [B] its tokens, the new one included. W_UK, W_UV: heads step[1], step[2] apart.
+ * A sequence's sums depend on its own rows alone. Returns 1 if memory ran out. */
+EXPORT int latent_attention_pages(const void *qn, const void *qr, const void *pool, const void *uk, const void *uv,
+                                  const int64_t *step, const int64_t *table, const int64_t *length, int64_t B, int64_t P,
+                                  int64_t size, int64_t H, int64_t n, int64_t r, int64_t v, int64_t L, float scale,
+                                  int q_half, int cache_half, int w_half, void *out, int threads) {
+    int64_t S = longest(length, B, 0), tasks = B * H, row = L + r, total = 0;
+    for (int64_t b = 0; b < B; b++) total += length[b];
+    size_t parts = ((size_t)n + r + 2 * L + 2 * S + v + 15) / 16 * 16;
+    int wide = H * (total * (2 * L + r) + B * (n + v) * L) > PARALLEL_WORK ? threads : 1;
+    float *scratch = scratch_floats(parts, wide);
+    if (!scratch) return 1;
+#pragma omp parallel for num_threads(wide) schedule(dynamic, 1) if (wide > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t b = task / H, h = task % H, seen = length[b];
+        float *query = scratch + parts * thread_number(), *carried = query + n + r, *context = carried + L;
+        float *score = context + L, *extra = score + S, *y = extra + S;
+        pl_read(query, qn, task * n, (int)n, (int)n, q_half);
+        pl_read(query + n, qr, task * r, (int)r, (int)r, q_half);
+        memset(carried, 0, sizeof(float) * 2 * L);
+        pl_vecmat_add(pl_at(uk, h * step[1], w_half), L, n, L, query, carried, w_half);
+        for (int64_t first = 0; first < seen; first += size) {
+            const void *rows = pl_at(pool, table[b * P + first / size] * step[0], cache_half);
+            int64_t count = seen - first < size ? seen - first : size;
+            pl_matvec(rows, row, 0, count, L, carried, score + first, cache_half);
+            pl_matvec(pl_at(rows, L, cache_half), row, 0, count, r, query + n, extra + first, cache_half);
+        }
+#pragma omp simd
+        for (int64_t s = 0; s < seen; s++) score[s] = (score[s] + extra[s]) * scale;
+        softmax_row(score, seen, seen);
+        for (int64_t first = 0; first < seen; first += size) {
+            const void *rows = pl_at(pool, table[b * P + first / size] * step[0], cache_half);
+            pl_vecmat_add(rows, row, seen - first < size ? seen - first : size, L, score + first, context, cache_half);
+        }
+        pl_matvec(pl_at(uv, h * step[2], w_half), L, 0, v, L, context, y, w_half);
+        pl_write(out, task * v, y, (int)v, q_half);
+    }
+    free(scratch);
+    return 0;
+}

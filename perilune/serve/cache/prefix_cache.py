@@ -219,6 +219,11 @@ class HybridCache:
         """A transfer failed; call this when nothing writes to its pages any more."""
         self._transfers.cancel(name)
 
+    @property
+    def lent(self) -> bool:
+        """Whether pins or transfers hold pages, which come back without any request's doing."""
+        return bool(self._pins) or any(True for _ in self._transfers.leases())
+
     def reset(self) -> None:
         """Forget all prefixes, as after an update of the weights. Requests run on; what they compute is not entered."""
         for lease in (*self._leases.values(), *self._transfers.leases()):

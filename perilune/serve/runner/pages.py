@@ -1,0 +1,122 @@
+"""The pool as bytes: one buffer of equal pages, seen as cached tokens or as states, and the operations on whole pages.
+
+    page of tokens   for each attention layer a row: `page_tokens` entries, one behind the other
+    page of states   in each row one recurrent layer: its heads one behind the other, of each the matrix [V, K] in fp32 and
+                     its q, k and v channels of the convolution window
+
+Nothing is converted: a checkpoint is the running state, byte for byte. Which page is what is `HybridCache`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from perilune.config import ModelConfig
+from perilune.errors import CapacityError, ConfigError
+from perilune.model.paged import PagedCache, PagedRecurrent, PagedRows
+from perilune.serve.cache import CacheGeometry, CopyPage, RestoreState, ZeroState, cache_geometry
+from perilune.serve.cache.plans import Operation
+
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def pool_geometry(cfg: ModelConfig, dtype: torch.dtype, *, unit: int | None = None) -> CacheGeometry:
+    """Sizes of the cache of a model that computes in `dtype`: windows and tokens in that type, matrices in fp32 (fp64).
+
+    Args:
+        cfg: the model.
+        dtype: float32, bfloat16, float16 or float64.
+        unit: tokens of a hash unit; None = from the cost of a checkpoint.
+
+    Raises:
+        ConfigError: another dtype, or see `cache_geometry`.
+    """
+    if dtype is torch.float64:  # all numbers have twice the bytes of float32, so all ratios are the same
+        single = cache_geometry(cfg, unit=unit, window="fp32", entry="fp32")
+        return replace(single, token_bytes=2 * single.token_bytes, state_bytes=2 * single.state_bytes)
+    if dtype not in _FORMATS:
+        raise ConfigError(f"a cache in {dtype}; allowed: float32, bfloat16, float16, float64")
+    return cache_geometry(cfg, unit=unit, window=_FORMATS[dtype], entry=_FORMATS[dtype])
+
+
+class PagePool:
+    """Pages of a model's cache on one device.
+
+    Args:
+        cfg: the model.
+        geometry: of the pool; `pool_geometry` of the same dtype.
+        pages: how many.
+        dtype: of activations, windows and tokens.
+        device: where the bytes are.
+
+    Attributes:
+        bytes_PR: uint8 `[pages, page_bytes]`.
+
+    Raises:
+        CapacityError: the device has no room for it.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, geometry: CacheGeometry, pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.geometry, self.pages = geometry, pages
+        try:
+            self.bytes_PR = torch.empty(pages, geometry.page_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"no room on {device} for a cache of {pages} pages of {geometry.page_bytes} bytes; give it less memory "
+                f"({error})"
+            ) from None
+        rows = self.bytes_PR.view(pages, geometry.attention_layers, geometry.row_bytes)
+        entry_size = geometry.token_bytes // dtype.itemsize
+        entries = rows.view(dtype).unflatten(-1, (geometry.page_tokens, entry_size))
+        self._rows = rows
+        self._caches = [entries[:, row] for row in range(geometry.attention_layers)]
+        self._states = [self._state(rows, layer, cfg, dtype) for layer in range(geometry.recurrent_layers)]
+        self._is_recurrent = [kind in ("kda", "gdn") for kind in cfg.layer_mixers]
+
+    def _state(self, rows: Tensor, layer: int, cfg: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+        """Matrices and windows of a recurrent layer in all pages, and its cache group."""
+        group, row = divmod(layer, self.geometry.attention_layers)
+        heads = rows[:, row, : self.geometry.state_bytes].unflatten(-1, (self.geometry.heads, self.geometry.head_bytes))
+        wide = torch.promote_types(dtype, torch.float32)
+        numbers = cfg.kda.value_dim * cfg.kda.head_dim
+        matrix = heads[..., : numbers * wide.itemsize].view(wide)
+        window = heads[..., numbers * wide.itemsize :].view(dtype)
+        return matrix.unflatten(-1, (cfg.kda.value_dim, cfg.kda.head_dim)), window, group
+
+    def layers(self, rows: PagedRows) -> list[PagedRecurrent | PagedCache]:
+        """The states of all layers, bound to the rows of a forward pass."""
+        states, caches = iter(self._states), iter(self._caches)
+        return [
+            PagedRecurrent(*next(states), rows) if recurrent else PagedCache(next(caches), rows)
+            for recurrent in self._is_recurrent
+        ]
+
+    def operate(self, operations: Iterable[Operation]) -> None:
+        """Do what the cache asks for before a request's first chunk, in order."""
+        for operation in operations:
+            match operation:
+                case CopyPage(source, target, tokens):
+                    size = tokens * self.geometry.token_bytes
+                    self._rows[target, :, :size] = self._rows[source, :, :size]
+                case ZeroState(targets):
+                    self.bytes_PR[list(targets)] = 0
+                case RestoreState(sources, targets):
+                    self.copy(sources, targets)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages."""
+        self.bytes_PR[list(targets)] = self.bytes_PR[list(sources)]
+
+    def read(self, pages: Sequence[int]) -> Tensor:
+        """The bytes of pages, copied to the host: uint8 `[n, page_bytes]`."""
+        return self.bytes_PR[list(pages)].cpu()
+
+    def write(self, pages: Sequence[int], content: Tensor) -> None:
+        """Put bytes that `read` gave into pages."""
+        self.bytes_PR[list(pages)] = content.to(self.bytes_PR.device)

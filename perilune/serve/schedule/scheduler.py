@@ -1,0 +1,391 @@
+"""Continuous batching over the prefix cache: decode and chunks of prompts in one step, within budgets by class.
+
+Life of a sequence: `add` puts it into the queue of its class; `plan` admits it when the cache has all its pages and plans its
+chunks; `finish` hands over what was drawn; `end` lets its pages go. `abort` may come at any point, also while a step that has
+a row of it is under way: the cache then frees its pages when that step has finished. If a decoding sequence finds no page, the
+one that came last starts again later: what it computed is in the cache, so that little is computed twice.
+
+A step's work here is proportional to its rows and its new tokens, not to the lengths of the sequences. Several steps may be
+under way: a prompt's next chunk can be planned before the last one has finished, a draw cannot.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from perilune.errors import CapacityError, ConfigError
+from perilune.serve.cache import Admission, HybridCache
+from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, service_classes
+from perilune.serve.schedule.plan import Plan, Row
+from perilune.serve.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
+
+PATIENCE = 64  # requests that may overtake one that finds no pages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a step may hold.
+
+    Attributes:
+        sequences: most running sequences.
+        step_tokens: most tokens of a step; decoding comes first, prompts get the rest.
+        chunk: most tokens of one prompt in a step.
+        grid: with a number above 0, chunks end at multiples of it or at the end of what is known, whatever else is in the
+            step: the arithmetic of a sequence then does not depend on the others. `chunk` is not used.
+        classes: see `classes`.
+
+    Raises:
+        ConfigError: a limit below 1, or classes that reserve more than there is.
+    """
+
+    sequences: int = 64
+    step_tokens: int = 512
+    chunk: int = 512
+    grid: int = 0
+    classes: tuple[ServiceClass, ...] = field(default_factory=lambda: service_classes(131072))
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "step_tokens", "chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_classes(self.classes)
+
+
+class Scheduler:
+    """Plans steps.
+
+    Args:
+        cache: gives and takes pages; nobody else admits requests to it.
+        limits: see `Limits`.
+
+    Attributes:
+        running: admitted sequences, in the order of admission.
+        preempted: times that a sequence had to start again.
+        steps: planned so far.
+        refused: sequences that the pool could never hold, with the reason; whoever calls `plan` takes them out.
+    """
+
+    def __init__(self, cache: HybridCache, limits: Limits) -> None:
+        self.cache, self.limits = cache, limits
+        self.running: dict[str, Sequence] = {}
+        self.refused: list[tuple[Sequence, CapacityError]] = []
+        self.preempted = self.steps = 0
+        self._queues: list[list[tuple[int, int, Sequence]]] = [[] for _ in limits.classes]
+        self._waiting = [0] * len(limits.classes)
+        self._slots = [0] * len(limits.classes)
+        self._arrivals = 0
+        self._overtaken: dict[str, int] = {}
+        self._under_way: deque[Plan] = deque()
+
+    # ---- sequences come and go
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queues."""
+        return sum(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs, waits or is under way."""
+        return not (self.running or self.waiting or self._under_way or self.refused)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence; its followers are queued once its prompt is computed."""
+        self._arrivals += 1
+        sequence.order = self._arrivals
+        sequence.kind = class_of(sequence.prompt, self.limits.classes)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = WAITING
+        self._waiting[sequence.kind] += 1
+        heapq.heappush(self._queues[sequence.kind], (sequence.priority, sequence.order, sequence))
+
+    def _head(self, kind: int) -> Sequence | None:
+        queue = self._queues[kind]
+        while queue and queue[0][2].state != WAITING:  # aborted while it waited
+            heapq.heappop(queue)
+        return queue[0][2] if queue else None
+
+    def queued(self) -> Iterator[Sequence]:
+        """Waiting sequences, class by class, in no particular order."""
+        for queue in self._queues:
+            yield from (sequence for _, _, sequence in queue if sequence.state == WAITING)
+
+    def position(self, sequence: Sequence) -> int:
+        """Sequences of its class in front of a waiting one; 0 if it runs."""
+        if sequence.state != WAITING:
+            return 0
+        key = (sequence.priority, sequence.order)
+        return sum(
+            (other.priority, other.order) < key for other in self.queued() if other.kind == sequence.kind
+        )  # fmt: skip
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence is done, or aborted at whatever point; no more rows of it are planned."""
+        if sequence.state == RUNNING:
+            self._stop(sequence)
+        elif sequence.state == WAITING:
+            self._waiting[sequence.kind] -= 1
+            self._overtaken.pop(sequence.name, None)
+        sequence.state = ENDED
+        self._free_followers(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        del self.running[sequence.name]
+        self._slots[sequence.kind] -= 1
+        self.cache.release(sequence.name)
+
+    def _free_followers(self, sequence: Sequence) -> None:
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            if follower.state != ENDED:
+                self.add(follower)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it starts again from what of it is in the cache, when there is room."""
+        self._stop(sequence)
+        self.preempted += 1
+        sequence.preemptions += 1
+        sequence.scheduled = sequence.computed = 0
+        sequence.chain.extend(sequence.ids[len(sequence.chain) :])
+        self._queue(sequence)
+
+    # ---- planning
+
+    def plan(self) -> Plan | None:
+        """The next step; None if nothing can be computed now."""
+        step = self.cache.begin_step()
+        decode = self._plan_decoding(step)
+        prefill = self._plan_prompts(step, self.limits.step_tokens - len(decode))
+        if not decode and not prefill:
+            self._drop_empty(step)
+            self._unblock()
+            return None
+        plan = Plan(step, tuple(decode), tuple(prefill))
+        self._under_way.append(plan)
+        self.steps += 1
+        return plan
+
+    def _unblock(self) -> None:
+        """Nothing can go on although nothing is under way: the least important sequence makes room, or is given up."""
+        if self._under_way or not self.running or self.cache.lent:
+            return
+        worst = max(self.running.values(), key=_importance)
+        if len(self.running) > 1:
+            self.preempt(worst)
+            return
+        pages = self.cache.store.pool.pages
+        self.end(worst)
+        self.refused.append((worst, CapacityError(
+            f"{len(worst.ids)} tokens fill the cache of {pages} pages, and the next one finds none; ask for fewer tokens or "
+            "give the cache more memory"
+        )))  # fmt: skip
+
+    def _drop_empty(self, step: int) -> None:
+        # Steps finish in order: one without rows waits for those before it.
+        if self._under_way:
+            self._under_way.append(Plan(step, (), ()))
+        else:
+            self.cache.finish_step(step)
+
+    def _plan_decoding(self, step: int) -> list[Row]:
+        """One token for each sequence that has only its last one left."""
+        ready = [s for s in self.running.values() if s.scheduled == len(s.ids) - 1 and s.scheduled >= s.prompt]
+        ready.sort(key=_importance)
+        rows: list[Row] = []
+        planned: set[str] = set()
+        for sequence in ready[: self.limits.step_tokens]:
+            if sequence.state != RUNNING:  # preempted for one before it
+                continue
+            row = self._extend(step, sequence, 1)
+            while row is None:
+                victim = self._victim(planned, sequence)
+                if victim is None:
+                    break
+                self.preempt(victim)
+                row = self._extend(step, sequence, 1)
+            if row is not None:
+                rows.append(row)
+                planned.add(sequence.name)
+        return rows
+
+    def _victim(self, planned: set[str], wanting: Sequence) -> Sequence | None:
+        """The least important sequence besides `wanting` that no step under way has a row of; it must not be more important."""
+        busy = planned.union(*({row.sequence.name for row in plan.rows} for plan in self._under_way))
+        others = [s for s in self.running.values() if s is not wanting and s.name not in busy]
+        worst = max(others, key=_importance, default=None)
+        return worst if worst is not None and _importance(worst) > _importance(wanting) else None
+
+    def _extend(self, step: int, sequence: Sequence, tokens: int) -> Row | None:
+        chunk = self.cache.extend(step, sequence.name, tokens)
+        if chunk is None:
+            return None
+        sequence.scheduled = chunk.end
+        return Row(sequence, chunk, chunk.end == len(sequence.ids))
+
+    def _plan_prompts(self, step: int, budget: int) -> list[Row]:
+        """Chunks of prompts: first each class's own share, then what is left, the most important class first."""
+        if budget < 1:
+            return []
+        classes = self.limits.classes
+        prompts: list[list[Sequence]] = [[] for _ in classes]
+        for sequence in self.running.values():
+            if sequence.left > (sequence.scheduled >= sequence.prompt):  # its last token alone is decoding
+                prompts[sequence.kind].append(sequence)
+        for kind in prompts:
+            kind.sort(key=_importance)
+        given: dict[str, int] = {}
+        used = [0] * len(classes)
+        at_work = [bool(prompts[k] or self._waiting[k]) for k in range(len(classes))]
+        left = budget
+        for kind, shares in enumerate(classes):
+            own = min(left, int(shares.tokens * budget)) if at_work[kind] else 0
+            used[kind] += (taken := self._serve(kind, own, prompts[kind], given))
+            left -= taken
+        for kind, shares in enumerate(classes):
+            others = any(at_work[k] for k in range(len(classes)) if k != kind)
+            most = left if not others else min(left, int(shares.cap * budget) - used[kind])
+            left -= self._serve(kind, most, prompts[kind], given)
+        rows = []
+        for kind in prompts:
+            for sequence in kind:
+                if (count := given.get(sequence.name, 0)) and (row := self._extend(step, sequence, count)) is not None:
+                    rows.append(row)
+        return rows
+
+    def _serve(self, kind: int, budget: int, prompts: list[Sequence], given: dict[str, int]) -> int:
+        """Give up to `budget` tokens to a class: to its prompts that run, then to those it can admit; returns how many."""
+        spent = 0
+        for sequence in prompts:
+            if spent >= budget:
+                return spent
+            spent += self._give(sequence, budget - spent, given)
+        while spent < budget and (sequence := self._admit(kind)) is not None:
+            prompts.append(sequence)
+            spent += self._give(sequence, budget - spent, given)
+        return spent
+
+    def _give(self, sequence: Sequence, room: int, given: dict[str, int]) -> int:
+        """Add to a sequence's tokens of this step; returns how many."""
+        had, grid = given.get(sequence.name, 0), self.limits.grid
+        if grid:  # all of its block at once, even beyond the room: half a block would be another arithmetic
+            count = 0 if had else min(sequence.left, grid - sequence.scheduled % grid)
+        else:
+            count = min(sequence.left - had, self.limits.chunk - had, room)
+            end, unit = sequence.scheduled + had + count, self.cache.geometry.unit
+            if count < sequence.left - had and end % unit < had + count:
+                count -= end % unit  # end where a checkpoint can be
+        if count > 0:
+            given[sequence.name] = had + count
+        return max(count, 0)
+
+    # ---- admission
+
+    def _free_slots(self, kind: int) -> int:
+        """Slots that a class may take: what others have reserved and do not use is not for it."""
+        total, classes = self.limits.sequences, self.limits.classes
+        others = sum(
+            max(self._slots[k], int(shares.slots * total)) for k, shares in enumerate(classes) if k != kind
+        )  # fmt: skip
+        return min(total - sum(self._slots), total - others - self._slots[kind])
+
+    def _admit(self, kind: int) -> Sequence | None:
+        """Admit the first waiting sequence of a class; None if none waits, or it must wait on."""
+        sequence = self._head(kind)
+        if sequence is None:
+            return None
+        blocked = next((name for name, count in self._overtaken.items() if count >= PATIENCE), None)
+        if blocked is not None and blocked != sequence.name:
+            return None
+        while (free := self._free_slots(kind)) < 1 or (admission := self._ask(sequence)) is None:
+            if sequence.state != WAITING:  # the pool can never hold it
+                return self._admit(kind)
+            victim = self._outranked(sequence)
+            if victim is None:
+                if free > 0:  # it lacks pages; that others keep the slots of their class is not to be held against them
+                    self._overtaken.setdefault(sequence.name, 0)
+                return None
+            self.preempt(victim)
+        heapq.heappop(self._queues[kind])
+        self._waiting[kind] -= 1
+        self._overtaken.pop(sequence.name, None)
+        for name in self._overtaken:
+            self._overtaken[name] += 1
+        sequence.state = RUNNING
+        sequence.scheduled = sequence.computed = admission.resume
+        if sequence.resume is None:
+            sequence.resume, sequence.known = admission.resume, admission.known
+        self.running[sequence.name] = sequence
+        self._slots[kind] += 1
+        return sequence
+
+    def _ask(self, sequence: Sequence) -> Admission | None:
+        if sequence.preemptions and self.running and not self._has_headroom(sequence):
+            return None
+        try:
+            return self.cache.admit(sequence.name, sequence.chain, sequence.turn_ends)
+        except CapacityError as error:
+            self.end(sequence)
+            self.refused.append((sequence, error))
+            return None
+
+    def _has_headroom(self, sequence: Sequence) -> bool:
+        """Whether a page for each running sequence is left when a preempted one comes back; else it would be back at once."""
+        shape, pool = self.cache.geometry, self.cache.store.pool
+        return pool.available >= shape.pages_for(len(sequence.ids)) + 2 * shape.groups + len(self.running)
+
+    def _outranked(self, sequence: Sequence) -> Sequence | None:
+        """A running sequence of a worse priority number that can start again for a waiting one."""
+        busy = {row.sequence.name for plan in self._under_way for row in plan.rows}
+        others = [s for s in self.running.values() if s.priority > sequence.priority and s.name not in busy]
+        others = [s for s in others if s.scheduled == s.computed]
+        return max(others, key=_importance, default=None)
+
+    # ---- results
+
+    def finish(self, plan: Plan, drawn: dict[str, int]) -> None:
+        """The oldest step under way has finished.
+
+        Args:
+            plan: the step.
+            drawn: the token of each row that draws, by the name of its sequence; those of ended sequences are ignored.
+        """
+        self._take(plan)
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.state != RUNNING or self.running.get(sequence.name) is not sequence:
+                continue
+            sequence.computed = row.chunk.end
+            if row.draws:
+                sequence.append(drawn[sequence.name])
+                if sequence.followers:
+                    self._free_followers(sequence)
+        self.cache.finish_step(plan.step)
+        self._finish_empty()
+
+    def fail(self, plan: Plan) -> list[Sequence]:
+        """The oldest step under way failed: nothing of it counts. Returns its sequences, all ended now."""
+        self._take(plan)
+        self.cache.fail_step(plan.step)
+        self._finish_empty()
+        failed = [row.sequence for row in plan.rows if row.sequence.state == RUNNING]
+        for sequence in failed:
+            self.end(sequence)
+        return failed
+
+    def _take(self, plan: Plan) -> None:
+        assert self._under_way and self._under_way[0] is plan, f"step {plan.step} is not the oldest one under way"
+        self._under_way.popleft()
+
+    def _finish_empty(self) -> None:
+        while self._under_way and not self._under_way[0].rows:
+            self.cache.finish_step(self._under_way.popleft().step)
+
+
+def _importance(sequence: Sequence) -> tuple[int, int]:
+    """Sorts what goes first to the front."""
+    return sequence.priority, sequence.order
