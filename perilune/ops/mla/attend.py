@@ -4,6 +4,9 @@
 
 Packed documents: a query sees keys of its own document only. Training keeps the output in fp32 up to the output gate,
 to remove the biased rounding error of a half-precision attention output (report §2.1.2): `fp32_output`.
+
+Implementations: "native" (C, float32 on a CPU), "triton" (CUDA: half precision with an output in fp32, packed documents and
+queries behind a cache without a mask), "torch" (`scaled_dot_product_attention`, whatever it takes).
 """
 
 from __future__ import annotations
@@ -16,14 +19,36 @@ from perilune.ops.choice import Choice, forced
 from perilune.ops.mla import native
 from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.segments import Segments
+from perilune.ops.triton import available
 
 TOKENS_PER_CALL = 32  # documents shorter than this on average are masked in one call, longer ones get a call each
+KERNEL_WIDTHS = 192, 128  # largest key and value of the Triton kernels
 
 
-def select(q_BTHK: Tensor) -> Choice:
-    """Return which implementation `attend` takes for these queries, and why."""
+def select(
+    q_BTHK: Tensor,
+    k_BSHK: Tensor | None = None,
+    v_BSHV: Tensor | None = None,
+    segments: Segments | None = None,
+    past: int = 0,
+    fp32_output: bool = True,
+) -> Choice:
+    """Return which implementation `attend` takes for these arguments, and why; keys and values default to the queries' kind."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    k_BSHK, v_BSHV = (q_BTHK if x is None else x for x in (k_BSHK, v_BSHV))
+    if (choice := available.choose(q_BTHK, k_BSHK, v_BSHV)) is not None:
+        if choice.implementation != "triton" or wanted == "triton":
+            return choice
+        if q_BTHK.shape[-1] > KERNEL_WIDTHS[0] or v_BSHV.shape[-1] > KERNEL_WIDTHS[1]:
+            widest = " and ".join(map(str, KERNEL_WIDTHS))
+            return Choice("torch", f"plain torch: the kernels take keys and values of at most {widest} channels")
+        masked = segments is not None or (past > 0 and q_BTHK.shape[1] > 1)
+        if not masked and q_BTHK.dtype == torch.float32:
+            return Choice("torch", "torch's own kernel: float32 without packed documents gains nothing from ours")
+        if not masked and not fp32_output:
+            return Choice("torch", "torch's own kernel: an output in the inputs' dtype and no packed documents")
+        return choice
     reason = native.why_no_attention(q_BTHK)
     return (
         Choice("torch", reason) if reason else Choice("native", "blocks of queries on torch's BLAS, no [T, T] per head")
@@ -58,6 +83,11 @@ def attend(
     assert segments is None or past == 0, "packed documents cannot follow a cache"
     given = q_BTHK.dtype
     wide = torch.promote_types(given, torch.float32)
+    if select(q_BTHK, k_BSHK, v_BSHV, segments, past, fp32_output).implementation == "triton":
+        from perilune.ops.mla import triton_attend
+
+        out_dtype = wide if fp32_output else given
+        return triton_attend.attend(q_BTHK, k_BSHK, v_BSHV, scale, segments, past, out_dtype)
     if fp32_output or (q_BTHK.is_cpu and not multiplies_bf16()):
         q_BTHK, k_BSHK, v_BSHV = q_BTHK.to(wide), k_BSHK.to(wide), v_BSHV.to(wide)
     if select(q_BTHK).implementation == "native":
