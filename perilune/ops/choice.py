@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from perilune.errors import ConfigError
 
-IMPLEMENTATIONS = ("reference", "torch", "native", "triton")
+IMPLEMENTATIONS = ("reference", "torch", "native", "triton", "cuda")
 
 
 class Choice(NamedTuple):

@@ -4,8 +4,9 @@
     S = S alpha + u k^T,  u = sigmoid(beta_logit) (v - (S alpha) k)        the state [V, K] of each head, in place
     o = RMSNorm(scale * S q) * norm_weight * sigmoid(gate)
 
-At batch 1 a token costs little arithmetic, so what counts is the number of calls: the native form is a single one. So is
-the Triton form for CUDA devices, where with more rows the traffic of the states counts.
+At batch 1 a token costs little arithmetic, so what counts is the number of calls: the native form is a single one. So are
+the forms for CUDA devices, where with more rows the traffic of the states counts: a hand-written kernel for bfloat16 on
+Hopper, and Triton for what that does not take.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.functional import silu
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import L2_EPS, MAX_KEY_DIM
+from perilune.ops.kda.cuda import decode as cuda
 from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
 from perilune.ops.native.build import load, unavailable_reason
 from perilune.ops.triton.available import obstacle as triton_obstacle
@@ -49,6 +51,7 @@ class _Struct(ctypes.Structure):
 
 _NATIVE = Choice("native", "one C call a token and layer")
 _TRITON = Choice("triton", "one launch a token and layer")
+_CUDA = Choice("cuda", "one launch a token and layer, the states of the next heads under way while one is computed")
 
 
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
@@ -56,12 +59,19 @@ def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     wanted = forced()
     if wanted in ("reference", "torch"):
         return Choice("torch", "demanded by PERILUNE_OPS or force()")
-    place = device.type if isinstance(device, torch.device) else torch.device(device).type
-    if place != "cpu" and wanted == "native":
-        return Choice("torch", f"plain torch: the native kernel runs on the CPU, not on {place}")
-    if place != "cpu" or wanted == "triton":
-        obstacle = triton_obstacle(torch.device(device), dtype)
-        return _TRITON if obstacle is None else Choice("torch", f"plain torch: {obstacle}")
+    device = torch.device(device)
+    if device.type != "cpu" and wanted == "native":
+        return Choice("torch", f"plain torch: the native kernel runs on the CPU, not on {device.type}")
+    obstacle = None
+    if wanted == "cuda" or device.type != "cpu" and wanted is None:
+        obstacle = cuda.why_not(device, dtype)
+        if obstacle is None:
+            return _CUDA
+    if device.type != "cpu" or wanted == "triton":
+        reason = triton_obstacle(device, dtype)
+        if reason is not None:
+            return Choice("torch", f"plain torch: {reason}")
+        return _TRITON if obstacle is None else Choice("triton", f"{_TRITON.reason}; {obstacle}")
     if dtype not in TYPES:
         obstacle = f"the native kernel takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     else:
@@ -134,10 +144,13 @@ def kda_decode_step(
     tensors = (qkv_BX, conv_weight_XW, window_BXW1, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     implementation = select(qkv_BX.device, qkv_BX.dtype).implementation
-    if implementation == "triton" and readable(*tensors, norm_weight_V, state_BHVK):
-        from perilune.ops.kda import triton_forms
+    if implementation in ("cuda", "triton") and readable(*tensors, norm_weight_V, state_BHVK):
+        if implementation == "cuda" and cuda.unsuitable(qkv_BX, window_BXW1, state_BHVK, taps) is None:
+            return cuda.decode_step(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
+        if triton_obstacle(qkv_BX.device, qkv_BX.dtype) is None:
+            from perilune.ops.kda.triton_decode import decode_step
 
-        return triton_forms.decode_step()(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
+            return decode_step(*tensors, norm_weight_V, state_BHVK, index_B, *numbers)
     if index_B is not None:
         return _pooled(index_B, tensors, norm_weight_V, state_BHVK, numbers)
     if implementation == "native":

@@ -1,0 +1,192 @@
+// One token of KDA for a sequence and head: convolution, norms, gates, recurrence on the state, output norm and gate.
+//
+//     q, k, v = SiLU(conv(window + token));  q, k = q, k / |.|;  alpha = exp(gate(decay_logit))
+//     S = S alpha + u k^T,  u = sigmoid(beta_logit) (v - (S alpha) k)            S [V, K] float, in place
+//     o = RMSNorm(scale S q) norm_weight sigmoid(gate)
+//
+// All that counts is the traffic of the states, so it never stops: a block walks over (sequence, head) pairs with the
+// stride of the grid, and the states of the next two are under way to shared memory while one is computed. A thread
+// copies exactly the pieces that it will use, so their arrival needs no barrier. Both sums over k are taken from the
+// decayed state before the write, since S' q = S q + u (k . q).
+//
+// Each warp owns V / 8 rows of S; K / 4 lanes share a row, four numbers each. The 2 M sums of a warp's rows are folded
+// over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums.
+//
+// Macros: KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
+// (64-bit slots).
+#include "device.h"
+
+constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
+constexpr int ACROSS = K / 4;               // lanes of a row
+constexpr int SIDE = 32 / ACROSS;           // rows that a warp holds side by side
+constexpr int M = V / WARPS / SIDE;         // rows of a lane
+constexpr int SPREAD = ACROSS / (2 * M);    // lanes that end with one and the same sum
+constexpr int CHANNELS = 2 * K + V;         // of a head, behind the convolution
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+struct Shared {
+    float state[STAGES][V * K];
+    float mixed[CHANNELS];  // q | k | v
+    float alpha[K];
+    float squares[WARPS];   // of a warp's outputs
+};
+
+#if LONG
+typedef i64 slot_type;
+#else
+typedef int slot_type;
+#endif
+
+DEVICE float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
+
+DEVICE float warp_total(float x) {
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
+    return x;
+}
+
+// The log-decay's exponential of one channel.
+DEVICE float decay(float z, float rate, float lower_bound) {
+    if (BOUNDED) return exp2_fast(LOG2E * lower_bound * sigmoid(rate * z));
+    const float softplus = fmaxf(z, 0.0f) + LN2 * log2_fast(1.0f + exp2_fast(-LOG2E * fabsf(z)));
+    return z == z ? exp2_fast(-LOG2E * rate * softplus) : z;  // fmaxf drops a NaN
+}
+
+// Sums over a row's lanes of COUNT numbers each; the lane's number `lane of the row / SPREAD` comes back in x[0].
+template <int COUNT> DEVICE void fold(float (&x)[COUNT], int lane) {
+    int mask = ACROSS / 2;
+#pragma unroll
+    for (int half = COUNT / 2; half; half >>= 1, mask >>= 1) {
+        const bool upper = lane & mask;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float keep = upper ? x[i + half] : x[i], give = upper ? x[i] : x[i + half];
+            x[i] = keep + shuffle_xor(give, mask);
+        }
+    }
+#pragma unroll
+    for (; mask; mask >>= 1) x[0] += shuffle_xor(x[0], mask);
+}
+
+KERNEL(THREADS, 1) decode(
+    const bf16* qkv, const float* conv_weight, bf16* window, const bf16* decay_logit, const float* A_log, const float* dt_bias,
+    const bf16* beta_logit, const bf16* gate, const float* norm_weight, float* state, const slot_type* index, bf16* out,
+    i64 qkv_stride, i64 decay_stride, i64 beta_stride, i64 gate_stride, i64 slots, int heads, int programs,
+    float scale, float lower_bound, float norm_eps, float l2_eps) {
+    SHARED(memory);
+    Shared& shared = *(Shared*)memory;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int side = lane / ACROSS, across = lane % ACROSS;
+    const int sum = across / SPREAD;                   // which sum this lane ends with: M of S k, then M of S q
+    const bool reads = sum >= M, speaks = reads && across % SPREAD == 0;
+    const int mine = side * ACROSS + (reads ? sum - M : sum) * SPREAD;  // the lane with the write of that row
+    const int first = warp * (V / WARPS) + side;       // this lane's rows: first + SIDE m
+    const int row_of_sum = first + SIDE * (reads ? sum - M : sum);
+
+    // The slot of a program: below 0 a padding row, `slots` or above one outside the pool.
+    auto slot_of = [&](int program) -> i64 {
+        const int row = program / heads;
+        return INDEXED ? (i64)index[row] : (i64)row;
+    };
+    auto fetch = [&](int program, int stage) {
+        if (program < programs) {
+            const i64 slot = slot_of(program);
+            if (slot >= 0 && slot < slots) {
+                const float* from = state + (slot * heads + program % heads) * (V * K) + first * K + 4 * across;
+                float* to = shared.state[stage] + first * K + 4 * across;
+#pragma unroll
+                for (int m = 0; m < M; m++) copy_async(to + m * SIDE * K, from + m * SIDE * K);
+            }
+        }
+        copy_commit();
+    };
+
+    int program = blockIdx.x, stage = 0;
+    fetch(program, 0);
+    fetch(program + gridDim.x, 1);
+    for (; program < programs; program += gridDim.x) {
+        fetch(program + 2 * gridDim.x, (stage + 2) % STAGES);
+        const int row = program / heads, head = program % heads;
+        const i64 slot = slot_of(program);
+        bf16* target = out + ((i64)row * heads + head) * V;
+        if (slot < 0 || slot >= slots) {  // the same for the whole block
+            copy_wait<2>();
+            if (thread < V) target[thread] = slot < 0 ? to_bf16(0.0f) : (bf16)0x7fff;
+            stage = (stage + 1) % STAGES;
+            continue;
+        }
+        for (int c = thread; c < CHANNELS; c += THREADS) {
+            const int part = c < K ? 0 : c < 2 * K ? 1 : 2;
+            const i64 channel = part < 2 ? (i64)part * heads * K + head * K + (c - part * K) : (i64)2 * heads * K + head * V + (c - 2 * K);
+            bf16* seen = window + (slot * heads * CHANNELS + channel) * (TAPS - 1);
+            const float* weight = conv_weight + channel * TAPS;
+            const bf16 newest = qkv[row * qkv_stride + channel];
+            float total = weight[TAPS - 1] * to_float(newest);
+            bf16 old[TAPS - 1];
+#pragma unroll
+            for (int t = 0; t < TAPS - 1; t++) old[t] = seen[t];
+#pragma unroll
+            for (int t = 0; t < TAPS - 1; t++) total = fmaf(weight[t], to_float(old[t]), total);
+#pragma unroll
+            for (int t = 0; t < TAPS - 2; t++) seen[t] = old[t + 1];
+            seen[TAPS - 2] = newest;
+            shared.mixed[c] = total * sigmoid(total);
+        }
+        if (thread < K) {
+            float z = to_float(decay_logit[row * decay_stride + head * K + thread]);
+            if (HAS_BIAS) z += dt_bias[head * K + thread];
+            shared.alpha[thread] = decay(z, HAS_A ? exp2_fast(LOG2E * A_log[head]) : 1.0f, lower_bound);
+        }
+        const float beta = sigmoid(to_float(beta_logit[row * beta_stride + head]));
+        const float opened = sigmoid(to_float(gate[row * gate_stride + head * V + row_of_sum]));
+        const float weight = norm_weight[row_of_sum];
+        sync_threads();
+
+        const float4 alpha = ((const float4*)shared.alpha)[across];
+        float4 q = ((const float4*)shared.mixed)[across], k = ((const float4*)(shared.mixed + K))[across];
+        float lengths[2] = {q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w, k.x * k.x + k.y * k.y + k.z * k.z + k.w * k.w};
+        float cross = q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
+#pragma unroll
+        for (int mask = ACROSS / 2; mask; mask >>= 1) {
+            lengths[0] += shuffle_xor(lengths[0], mask);
+            lengths[1] += shuffle_xor(lengths[1], mask);
+            cross += shuffle_xor(cross, mask);
+        }
+        const float q_unit = rsqrt_fast(lengths[0] + l2_eps), k_unit = rsqrt_fast(lengths[1] + l2_eps);
+        q = make_float4(q.x * q_unit, q.y * q_unit, q.z * q_unit, q.w * q_unit);
+        k = make_float4(k.x * k_unit, k.y * k_unit, k.z * k_unit, k.w * k_unit);
+        cross *= q_unit * k_unit;
+
+        copy_wait<2>();
+        float4 S[M];
+        float sums[2 * M];
+        const float* held = shared.state[stage] + first * K + 4 * across;
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            float4 s = *(const float4*)(held + m * SIDE * K);
+            s = make_float4(s.x * alpha.x, s.y * alpha.y, s.z * alpha.z, s.w * alpha.w);
+            sums[m] = fmaf(s.w, k.w, fmaf(s.z, k.z, fmaf(s.y, k.y, s.x * k.x)));
+            sums[M + m] = fmaf(s.w, q.w, fmaf(s.z, q.z, fmaf(s.y, q.y, s.x * q.x)));
+            S[m] = s;
+        }
+        fold(sums, lane);
+        float u = beta * (shared.mixed[2 * K + row_of_sum] - sums[0]);  // only where this lane's sum is one of S k
+        const float o = scale * fmaf(shuffle(u, mine), cross, sums[0]);  // only where it is one of S q
+        float* to = state + (slot * heads + head) * (V * K) + first * K + 4 * across;
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            const float w = shuffle(u, side * ACROSS + m * SPREAD);
+            *(float4*)(to + m * SIDE * K) =
+                make_float4(fmaf(w, k.x, S[m].x), fmaf(w, k.y, S[m].y), fmaf(w, k.z, S[m].z), fmaf(w, k.w, S[m].w));
+        }
+        const float squares = warp_total(speaks ? o * o : 0.0f);
+        if (lane == 0) shared.squares[warp] = squares;
+        sync_threads();
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += shared.squares[w];
+        if (speaks) target[row_of_sum] = to_bf16(o * rsqrt_fast(total * (1.0f / V) + norm_eps) * weight * opened);
+        stage = (stage + 1) % STAGES;
+    }
+    copy_wait<0>();
+}
