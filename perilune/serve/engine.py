@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from perilune.serve.request import ChatOptions, Delta, SamplingParams, Timing, Usage
+from perilune.serve.request import ChatOptions, Delta, SamplingParams, Service, Timing, Usage
+from perilune.serve.worker import JobStream
+from perilune.tokenizer import Tokenizer
 
 
 class Job(Protocol):
@@ -32,16 +34,30 @@ class Job(Protocol):
         ...
 
 
+class Loop(Protocol):
+    """Runs jobs beside the event loop that reads their text."""
+
+    def submit(self, job: Job) -> JobStream:
+        """Begin; call it on the event loop that will read. CapacityError: too many wait already."""
+        ...
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Stop what runs, drop what waits."""
+        ...
+
+
 class Engine(Protocol):
     """What the HTTP server and the chat session need of a model.
 
     Attributes:
         name: the model's name for clients.
         context_length: most tokens of a prompt and its answer together.
+        tokenizer: of the model.
     """
 
     name: str
     context_length: int
+    tokenizer: Tokenizer
 
     def chat(
         self,
@@ -49,6 +65,7 @@ class Engine(Protocol):
         params: SamplingParams,
         n: int = 1,
         options: ChatOptions | None = None,
+        service: Service | None = None,
     ) -> Job:
         """`n` answers to a conversation.
 
@@ -58,6 +75,26 @@ class Engine(Protocol):
         """
         ...
 
-    def complete(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, n: int = 1) -> Job:
+    def complete(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+        service: Service | None = None,
+    ) -> Job:
         """`n` continuations of each prompt, row = prompt index * n + choice. RequestError as for `chat`."""
+        ...
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Tokens of a conversation as `chat` would send them to the model. RequestError as for `chat`."""
+        ...
+
+    def loop(self, max_waiting: int) -> Loop:
+        """Something that runs jobs, at most `max_waiting` of them waiting or running."""
         ...

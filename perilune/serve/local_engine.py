@@ -15,7 +15,8 @@ from perilune.serve.generator import Generation, Generator, Prefix
 from perilune.serve.images import sizes
 from perilune.serve.kept_states import KeptStates
 from perilune.serve.reader import ChatReader, Reader, TextReader
-from perilune.serve.request import ChatOptions, Delta, FieldError, SamplingParams, Timing, Usage
+from perilune.serve.request import ChatOptions, Delta, FieldError, SamplingParams, Service, Timing, Usage
+from perilune.serve.worker import Worker
 from perilune.tokenizer.xtml import render
 from perilune.tokenizer.xtml.grammar import answer_mask, needs_grammar
 from perilune.tokenizer.xtml.grammar_mask import TokenMask
@@ -58,6 +59,7 @@ class LocalEngine:
         params: SamplingParams,
         n: int = 1,
         options: ChatOptions | None = None,
+        service: Service | None = None,
     ) -> LocalJob:
         """See `Engine.chat`."""
         options = options or ChatOptions()
@@ -128,7 +130,35 @@ class LocalEngine:
                 parallel=options.parallel_tool_calls,
             )  # fmt: skip
 
-    def complete(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, n: int = 1) -> LocalJob:
+    def loop(self, max_waiting: int) -> Worker:
+        """See `Engine.loop`; one job runs at a time."""
+        return Worker(max_waiting)
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """See `Engine.prompt_ids`."""
+        options = options or ChatOptions()
+        thinking = self.thinking if options.thinking is None else options.thinking
+        images = self._images(messages)
+        with _naming_fields():
+            return render(
+                self.tokenizer, messages, tools=options.tools, thinking=thinking, effort=options.effort,
+                images=sizes(images), tool_choice=options.tool_choice, response_format=options.response_format,
+                add_generation_prompt=add_generation_prompt,
+            ).ids  # fmt: skip
+
+    def complete(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        n: int = 1,
+        service: Service | None = None,
+    ) -> LocalJob:
         """See `Engine.complete`."""
         rows = [self._prompt_ids(prompt) for prompt in prompts]
         longest = max(rows, key=len)

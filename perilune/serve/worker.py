@@ -1,22 +1,23 @@
-"""A thread that runs jobs one after the other, and the async end of each job's text.
+"""The async end of a job: the engine's thread tells, an event loop reads.
 
-The model is used by this thread alone; the event loop only ever waits for text. A job whose reader went away is
-stopped before its next token, or never started.
+A job runs on the engine's own thread beside all others; the event loop only ever waits for text. A job whose reader went
+away is stopped before its next token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perilune.errors import CapacityError
-from perilune.serve.engine import Job
 from perilune.serve.request import Delta
+
+if TYPE_CHECKING:
+    from perilune.serve.engine import Job, JobEnd
 
 
 class JobStream:
@@ -35,6 +36,11 @@ class JobStream:
         self._deltas: deque[Delta] = deque()
         self._error: BaseException | None = None
         self._ended = False
+
+    @property
+    def pending(self) -> int:
+        """Deltas that have arrived and were not read."""
+        return len(self._deltas)
 
     async def next(self, timeout: float | None = None) -> list[Delta] | None:
         """All text that has arrived, waiting for some; [] after `timeout` seconds without any, None at the end.
@@ -63,16 +69,30 @@ class JobStream:
         self.closed = True
         self.job.close()
 
+    def fail(self, error: BaseException) -> None:
+        """End reading with an error now, and stop the job; called on the event loop. The first end counts."""
+        self._end(error)
+        self._ready.set()
+        self.close()
+
+    def hear(self, event: Delta | JobEnd) -> None:
+        """The listener of the job, called on the engine's thread."""
+        if isinstance(event, Delta):
+            self.push(event)
+        else:
+            self.end(event.error)
+
     def push(self, delta: Delta) -> None:
-        """Called on the worker's thread."""
+        """Called on the engine's thread."""
         self._call(self._deltas.append, delta)
 
     def end(self, error: BaseException | None) -> None:
-        """Called on the worker's thread, once."""
+        """Called on the engine's thread, once."""
         self._call(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
-        self._error, self._ended = error, True
+        if not self._ended:
+            self._error, self._ended = error, True
 
     def _call(self, change: Callable[[Any], None], value: Any) -> None:
         def apply() -> None:
@@ -83,8 +103,8 @@ class JobStream:
             self._loop.call_soon_threadsafe(apply)
 
 
-class Worker:
-    """Runs submitted jobs in order on its own thread.
+class JobLoop:
+    """Submits jobs to their engine's thread and counts those that have not ended.
 
     Args:
         max_waiting: jobs that may wait or run; one more is refused.
@@ -92,53 +112,50 @@ class Worker:
 
     def __init__(self, max_waiting: int = 64) -> None:
         self.max_waiting = max_waiting
-        self._queue: queue.SimpleQueue[JobStream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._unfinished = 0
-        self._current: JobStream | None = None
-        self._thread = threading.Thread(target=self._run, name="perilune-worker", daemon=True)
-        self._thread.start()
+        self._streams: set[JobStream] = set()
 
     @property
     def unfinished(self) -> int:
         """Jobs that wait or run."""
-        return self._unfinished
+        return len(self._streams)
 
     def submit(self, job: Job) -> JobStream:
-        """Queue a job; call it on the event loop that will read the text.
+        """Begin a job; call it on the event loop that will read the text.
 
         Raises:
-            CapacityError: too many jobs wait already.
+            CapacityError: too many jobs wait already, or the engine is closed.
         """
-        with self._lock:
-            if self._unfinished >= self.max_waiting:
-                raise CapacityError(
-                    f"{self._unfinished} requests are waiting and at most {self.max_waiting} may; try again later"
-                )
-            self._unfinished += 1
         stream = JobStream(job)
-        self._queue.put(stream)
+        with self._lock:
+            if len(self._streams) >= self.max_waiting:
+                raise CapacityError(
+                    f"{len(self._streams)} requests are waiting and at most {self.max_waiting} may; try again later"
+                )
+            self._streams.add(stream)
+
+        def hear(event: Delta | JobEnd) -> None:
+            if not isinstance(event, Delta):
+                with self._lock:
+                    self._streams.discard(stream)
+            stream.hear(event)
+
+        try:
+            job.start(hear)
+        except BaseException:
+            with self._lock:
+                self._streams.discard(stream)
+            raise
         return stream
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Stop the running job, drop the waiting ones, end the thread."""
-        self._queue.put(None)
-        current = self._current
-        if current is not None:
-            current.close()
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while (stream := self._queue.get()) is not None:
-            self._current = stream
-            error: BaseException | None = None
-            try:
-                if not stream.closed:
-                    for delta in stream.job:
-                        stream.push(delta)
-            except BaseException as caught:
-                error = caught
-            with self._lock:
-                self._unfinished -= 1
-            self._current = None
-            stream.end(error)
+        """Stop all jobs; returns when they have ended, or after `timeout` seconds."""
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
+        ended = threading.Event()
+        for _ in range(int(timeout / 0.01)):
+            if not self._streams:
+                return
+            ended.wait(0.01)

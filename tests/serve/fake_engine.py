@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from perilune.serve.request import Delta, FieldError, Timing, Usage
+from perilune.serve.worker import Worker
+from perilune.tokenizer import ByteTokenizer
 
 
 class FakeJob:
-    """Answers with `pieces` (text, or a tuple of `CallDelta`s) for each row; `gate` makes it wait before each piece."""
+    """Answers with `pieces` for each row; `gate` makes it wait before each piece.
+
+    A piece is a text, a tuple of `CallDelta`s, a `Delta` (its row is replaced), or an error.
+    """
 
     def __init__(self, engine: FakeEngine, rows: int) -> None:
         self.engine = engine
@@ -17,6 +23,7 @@ class FakeJob:
         self.closed = False
         self.usage = Usage()
         self.timing = Timing()
+        self.prompt_logprobs = engine.prompt_logprobs
 
     def close(self) -> None:
         self.closed = True
@@ -35,7 +42,9 @@ class FakeJob:
             last = number == len(engine.pieces) - 1
             for row in range(self.rows):
                 self.usage = Usage(7, 3, self.usage.completion_tokens + 1)
-                if isinstance(piece, tuple):
+                if isinstance(piece, Delta):
+                    yield replace(piece, row=row, finish_reason="stop" if last else None)
+                elif isinstance(piece, tuple):
                     yield Delta(row, "", "tool_calls" if last else None, calls=piece)
                 else:
                     yield Delta(row, piece, "stop" if last else None)
@@ -48,12 +57,15 @@ class FakeEngine:
 
     name = "fake"
     context_length = 100
+    tokenizer = ByteTokenizer()
+    ready = True
+    prompt_logprobs = None
 
     def __init__(self, pieces=("Hel", "lo", " wörld"), gate: threading.Semaphore | None = None) -> None:
         self.pieces = list(pieces)
         self.gate = gate
         self.asked = []
-        self.options = None
+        self.options = self.service = None
         self.jobs = []
         self.started = threading.Event()
         self.stopped = threading.Event()
@@ -63,13 +75,20 @@ class FakeEngine:
         self.jobs.append(FakeJob(self, rows))
         return self.jobs[-1]
 
-    def chat(self, messages, params, n=1, options=None):
+    def loop(self, max_waiting):
+        return Worker(max_waiting)
+
+    def prompt_ids(self, messages, options=None, *, add_generation_prompt=True):
+        return [len(messages), int(add_generation_prompt)]
+
+    def chat(self, messages, params, n=1, options=None, service=None):
         if len(messages) > 5:
             raise FieldError("messages has 600 tokens", "messages", "context_length_exceeded")
         self.asked.append(("chat", messages, params, n))
-        self.options = options
+        self.options, self.service = options, service
         return self._job(n)
 
-    def complete(self, prompts, params, n=1):
+    def complete(self, prompts, params, n=1, service=None):
+        self.service = service
         self.asked.append(("complete", prompts, params, n))
         return self._job(n * len(prompts))

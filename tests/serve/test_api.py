@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from fake_engine import FakeEngine
 
 from perilune.errors import CheckpointError
 from perilune.serve.api import Limits, create_app
-from perilune.serve.request import SamplingParams
+from perilune.serve.request import SamplingParams, Service, Structured
 
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -57,28 +58,37 @@ def test_chat_answer():
     body = chat({"model": "fake"}, engine=engine).json()
     assert body["object"] == "chat.completion" and body["model"] == "fake" and body["id"].startswith("chatcmpl-")
     assert body["choices"] == [
-        {"index": 0, "message": {"role": "assistant", "content": "Hello wörld"}, "logprobs": None, "finish_reason": "stop"}
+        {"index": 0, "message": {"role": "assistant", "content": "Hello wörld", "refusal": None}, "logprobs": None, "finish_reason": "stop"}
     ]  # fmt: skip
     assert body["usage"] == {
         "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details":
+            {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }  # fmt: skip
-    assert engine.asked == [("chat", HELLO["messages"], SamplingParams(max_tokens=512), 1)]
+    assert engine.asked == [("chat", HELLO["messages"], SamplingParams(max_tokens=100), 1)]
 
 
 def test_every_sampling_field_arrives():
     engine = FakeEngine()
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "max_completion_tokens": 9, "n": 2,
-              "max_tokens": 50, "stop": ["a", "b"], "stop_token_ids": [4], "user": "someone", "vendor_extra": {}}  # fmt: skip
+              "max_tokens": 50, "stop": ["a", "b"], "stop_token_ids": [4], "user": "someone", "vendor_extra": {},
+              "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"7": -2},
+              "min_tokens": 2, "ignore_eos": True, "include_stop_str_in_output": True, "logprobs": True,
+              "top_logprobs": 3, "prompt_logprobs": 2, "structured_outputs": {"choice": ["a", "b"]}, "priority": -3,
+              "session_id": "s", "cache_salt": "t"}  # fmt: skip
     assert len(chat(fields, engine=engine).json()["choices"]) == 2
     expected = SamplingParams(
-        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=9, stop=("a", "b"), stop_ids=(4,)
-    )
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=9, stop=("a", "b"), stop_ids=(4,),
+        presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias=((7, -2.0),), min_tokens=2,
+        ignore_eos=True, include_stop=True, logprobs=3, prompt_logprobs=2, structured=Structured("choice", ["a", "b"]),
+    )  # fmt: skip
     assert engine.asked[0][2:] == (expected, 2)
+    assert replace(engine.service, request_id="") == Service(priority=-3, session_id="s", cache_salt="t")
     nulls = dict.fromkeys(("temperature", "top_p", "stop", "seed", "max_tokens", "n", "stream", "logit_bias"))
     chat(nulls, engine=engine)
     chat({"stop": "x", "top_k": -1}, engine=engine)
-    assert engine.asked[1][2] == SamplingParams(max_tokens=512)
-    assert engine.asked[2][2] == SamplingParams(max_tokens=512, stop=("x",))
+    assert engine.asked[1][2] == SamplingParams(max_tokens=100)
+    assert engine.asked[2][2] == SamplingParams(max_tokens=100, stop=("x",))
 
 
 def test_text_parts_are_joined_and_reasoning_is_passed_on():
@@ -200,8 +210,7 @@ def test_t58_a_wrong_type_in_each_field_uses_the_envelope(field, value, param):
         ({"min_p": 1.5}, "min_p", None),
         ({"seed": -1}, "seed", None),
         ({"max_tokens": 0}, "max_tokens", None),
-        ({"max_tokens": 101}, "max_tokens", None),
-        ({"max_completion_tokens": 101}, "max_completion_tokens", None),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", None),
         ({"n": 0}, "n", None),
         ({"n": 9}, "n", None),
         ({"stop": ""}, "stop", None),
@@ -212,8 +221,24 @@ def test_t58_a_wrong_type_in_each_field_uses_the_envelope(field, value, param):
         ({"messages": [{"role": "user", "content": "a"}] * 6}, "messages", "context_length_exceeded"),
         ({"functions": [{}]}, "functions", "unsupported_parameter"),
         ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
-        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"presence_penalty": 2.5}, "presence_penalty", None),
+        ({"frequency_penalty": -3}, "frequency_penalty", None),
+        ({"repetition_penalty": 0}, "repetition_penalty", None),
+        ({"logit_bias": {"x": 1}}, "logit_bias", None),
+        ({"logit_bias": {"1": 101}}, "logit_bias", None),
+        ({"min_tokens": 101}, "min_tokens", None),
+        ({"priority": 10000}, "priority", None),
+        ({"cache_salt": "x" * 300}, "cache_salt", None),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", None),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", None),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            None,
+        ),
+        ({"audio": {}}, "audio", "unsupported_parameter"),
     ],
 )
 def test_values_that_cannot_be_used_name_the_field(body, param, code):

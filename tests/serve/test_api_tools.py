@@ -27,7 +27,7 @@ WHOLE = [
 def test_calls_of_a_whole_answer():
     choice = chat({}, engine=FakeEngine(CALLS)).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"] == {"role": "assistant", "content": "Hm", "tool_calls": WHOLE}
+    assert choice["message"] == {"role": "assistant", "content": "Hm", "refusal": None, "tool_calls": WHOLE}
     message = chat({}, engine=FakeEngine(CALLS[1:])).json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": None, "tool_calls": WHOLE}
     assert "tool_calls" not in chat({}).json()["choices"][0]["message"]

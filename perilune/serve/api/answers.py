@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perilune.serve.request import CallDelta, Delta, Timing, Usage
+from perilune.serve.api.words import Words, joined
+from perilune.serve.request import CallDelta, Delta, Timing, TokenLogprob, Usage
 
 
 @dataclass
@@ -14,22 +16,42 @@ class WholeAnswer:
 
     Attributes:
         calls: position -> the call so far.
+        logprobs, token_ids: of all deltas.
     """
 
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
     calls: dict[int, CallDelta] = field(default_factory=dict)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Add new text."""
         self.text += delta.text
         self.reasoning += delta.reasoning
         self.finish_reason = delta.finish_reason
+        self.logprobs += delta.logprobs
+        self.token_ids += delta.token_ids
         for call in delta.calls:
             first = self.calls.get(call.position, call)
             arguments = call.arguments if first is call else first.arguments + call.arguments
             self.calls[call.position] = CallDelta(call.position, arguments, first.id, first.name)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a request wants to see of its answers.
+
+    Attributes:
+        words: how tokens are shown.
+        logprobs: log-probabilities of drawn tokens.
+        token_ids: ids of drawn tokens.
+    """
+
+    words: Words
+    logprobs: bool = False
+    token_ids: bool = False
 
 
 class Shape(Protocol):
@@ -49,7 +71,7 @@ class Shape(Protocol):
         ...
 
     def first_chunk(self, row: int) -> dict[str, Any] | None:
-        """What comes before any text."""
+        """What comes before any text; asked for when the first text is there."""
         ...
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
@@ -76,13 +98,18 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+
     def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
         """See `Shape.choice`. Beside calls an empty text is null, as clients expect."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text} | _reasoning(answer.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        message |= _reasoning(answer.reasoning)
         if answer.calls:
             message["content"] = answer.text or None
             message["tool_calls"] = [_call(call) for call in answer.calls.values()]
-        return {"index": row, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        choice = {"index": row, "message": message, "logprobs": self._logprobs(answer.logprobs)}
+        return choice | {"finish_reason": answer.finish_reason} | self._ids(answer.token_ids)
 
     def first_chunk(self, row: int) -> dict[str, Any]:
         """Who is speaking."""
@@ -94,27 +121,79 @@ class ChatShape:
         change: dict[str, Any] = ({"content": delta.text} if delta.text else {}) | _reasoning(delta.reasoning)
         if delta.calls:
             change["tool_calls"] = [{"index": call.position} | _call(call) for call in delta.calls]
-        return {"index": delta.row, "delta": change, "logprobs": None, "finish_reason": delta.finish_reason}
+        choice = {"index": delta.row, "delta": change, "logprobs": self._logprobs(delta.logprobs)}
+        return choice | {"finish_reason": delta.finish_reason} | self._ids(delta.token_ids)
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._shown.words.chat(logprobs) if self._shown.logprobs else None
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._shown.token_ids else {}
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that stands in front of its answer.
+
+    Attributes:
+        text: of the prompt.
+        logprobs: of its tokens, as a choice has them.
+        alone: nothing follows: no token was asked for.
+    """
+
+    text: str
+    logprobs: dict[str, Any] | None
+    alone: bool
 
 
 class CompletionShape:
-    """/v1/completions."""
+    """/v1/completions.
+
+    Attributes:
+        echoes: row -> its prompt, where the request wants it; set when the prompts have been run.
+    """
 
     prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+        self.echoes: dict[int, Echo] = {}
+
     def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
         """See `Shape.choice`."""
-        return {"index": row, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
+        echo = self.echoes.get(row)
+        text, logprobs, reason = answer.text, self._logprobs(row, answer.logprobs), answer.finish_reason
+        if echo is not None and echo.alone:
+            text, logprobs, reason = echo.text, echo.logprobs, "length"
+        elif echo is not None:
+            text, logprobs = echo.text + text, joined(echo.logprobs, logprobs)
+        choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return choice | self._ids(answer.token_ids)
 
-    def first_chunk(self, row: int) -> None:
-        """Nothing: there is no speaker."""
-        return None
+    def first_chunk(self, row: int) -> dict[str, Any] | None:
+        """The prompt, if it is wanted."""
+        echo = self.echoes.get(row)
+        return echo and {"index": row, "text": echo.text, "logprobs": echo.logprobs, "finish_reason": None}
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See `Shape.chunk`."""
-        return {"index": delta.row, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+        echo = self.echoes.get(delta.row)
+        text, logprobs, reason = delta.text, self._logprobs(delta.row, delta.logprobs), delta.finish_reason
+        if echo is not None and echo.alone:
+            text, logprobs, reason = "", None, reason and "length"
+        return {"index": delta.row, "text": text, "logprobs": logprobs, "finish_reason": reason} | self._ids(
+            delta.token_ids
+        )
+
+    def _logprobs(self, row: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._shown.logprobs:
+            return None
+        return self._shown.words.completion(logprobs, shift=len(self.echoes[row].text) if row in self.echoes else 0)
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._shown.token_ids else {}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -124,13 +203,20 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_drafts,
+            "rejected_prediction_tokens": usage.rejected_drafts,
+        },
     }
 
 
 def timings_body(timing: Timing) -> dict[str, float]:
     """Seconds and speed: an addition of this server, beside `usage`."""
     return {
+        "queue_seconds": round(timing.queue_seconds, 6),
         "prefill_seconds": round(timing.prefill_seconds, 6),
+        "first_token_seconds": round(timing.first_token_seconds, 6),
         "decode_seconds": round(timing.decode_seconds, 6),
         "tokens_per_second": round(timing.tokens_per_second, 3),
     }

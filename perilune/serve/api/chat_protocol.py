@@ -10,15 +10,9 @@ from typing import Any
 
 import msgspec
 
+from perilune.serve.api.content import Part, plain_content
 from perilune.serve.api.protocol import Sampling
 from perilune.serve.request import ChatOptions, FieldError
-
-
-class TextPart(msgspec.Struct):
-    """One part of a message's content; only text is understood."""
-
-    type: str
-    text: str | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -40,7 +34,7 @@ class Message(msgspec.Struct):
     """One message of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -52,15 +46,9 @@ class Message(msgspec.Struct):
         """The message as the chat renderer takes it; `where` is its path for error messages."""
         content: Any = self.content
         if content is None and not self.tool_calls and not (self.role == "system" and self.tools):
-            raise FieldError(f"{where}.content is missing; give a string or a list of text parts", f"{where}.content")
+            raise FieldError(f"{where}.content is missing; give a string or a list of parts", f"{where}.content")
         if isinstance(content, list):
-            for index, part in enumerate(content):
-                if part.type != "text" or part.text is None:
-                    raise FieldError(
-                        f'{where}.content[{index}] has type {part.type!r}; this server reads {{"type": "text", "text": …}} only',
-                        f"{where}.content[{index}]",
-                    )
-            content = "".join(part.text for part in content)
+            content = plain_content(content, f"{where}.content")
         optional = {
             "name": self.name,
             "reasoning": self.reasoning_content or self.reasoning,
@@ -68,7 +56,8 @@ class Message(msgspec.Struct):
             "tool_call_id": self.tool_call_id,
             "tools": self.tools,
         }
-        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | {key: value for key, value in optional.items() if value}
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -86,16 +75,28 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    store: bool | None = None
 
     def unsupported(self) -> list[tuple[str, bool]]:
         """See `Sampling.unsupported`."""
         return [
-            *Sampling.unsupported(self),
             ("functions", bool(self.functions)),
             ("function_call", self.function_call not in (None, "none", "auto")),
-            ("logprobs", bool(self.logprobs)),
-            ("top_logprobs", bool(self.top_logprobs)),
+            ("modalities", self.modalities not in (None, ["text"])),
+            ("audio", self.audio is not None),
+            ("prediction", self.prediction is not None),
         ]
+
+    def alternatives(self) -> int | None:
+        """See `Sampling.alternatives`."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise FieldError("top_logprobs needs logprobs: true", "top_logprobs")
+            return None
+        return self.top_logprobs or 0
 
     def token_limit(self) -> tuple[str, int | None]:
         """The newer name wins."""
@@ -131,6 +132,8 @@ class ChatRequest(Sampling, kw_only=True):
                     '"none" or "required"',
                     "tool_choice",
                 )
+        if self.form() is not None and (self.response_format or {}).get("type", "text") != "text":
+            raise FieldError("structured_outputs and response_format exclude each other", "structured_outputs")
         thinking, effort = self._thinking()
         return ChatOptions(
             tools=tools,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -12,13 +13,14 @@ from starlette.responses import Response
 from perilune.errors import CapacityError, PeriluneError, RequestError
 from perilune.serve.request import FieldError
 
+log = logging.getLogger(__name__)
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
+    499: "client_closed_request",
 }
 
 
@@ -37,6 +39,11 @@ class APIError(Exception):
         self.headers = headers
 
 
+def unavailable(message: str, code: str, *, seconds: float = 5.0) -> APIError:
+    """503: the client should come back, here or at another server."""
+    return APIError(503, message, code=code, headers={"Retry-After": str(max(1, round(seconds)))})
+
+
 def as_api_error(error: BaseException) -> APIError:
     """What the client is told about an exception; details of an unexpected one stay in the log."""
     if isinstance(error, APIError):
@@ -46,7 +53,8 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, RequestError):
         return APIError(400, str(error))
     if isinstance(error, CapacityError):
-        return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        seconds = getattr(error, "retry_after", None) or 1.0
+        return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(max(1, round(seconds)))})
     if isinstance(error, HTTPException):
         detail = {404: "there is nothing at this path", 405: "this path does not take this method"}
         return APIError(
@@ -54,6 +62,8 @@ def as_api_error(error: BaseException) -> APIError:
         )
     if isinstance(error, ClientDisconnect):
         return APIError(499, "the client has closed the connection")
+    if getattr(error, "temporary", False):  # the engine has failed and starts again
+        return unavailable(str(error), "engine_failed")
     if isinstance(error, PeriluneError):
         return APIError(500, str(error))
     return APIError(500, "internal error; the server's log has the details")
@@ -73,4 +83,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 async def on_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     api_error = as_api_error(error)
+    if api_error.status == 500:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return json_response(error_body(api_error), api_error.status, api_error.headers)

@@ -19,9 +19,10 @@ DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"
 
 
-def event(value: Any) -> bytes:
-    """One event with a JSON object."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def event(value: Any, name: str = "") -> bytes:
+    """One event with a JSON object, with a type if `name` is given."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def disconnected(receive: Receive) -> None:
@@ -52,13 +53,15 @@ class EventStream:
         events: encoded events; it is closed early if the client goes away. An error after the first byte is sent as
             an event with the error envelope.
         on_close: called in any case at the end.
+        write_seconds: a client that takes longer to read what was sent has gone.
     """
 
     status_code = 200
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], write_seconds: float) -> None:
         self._events = events
         self._on_close = on_close
+        self._write_seconds = write_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [
@@ -66,20 +69,27 @@ class EventStream:
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await unless_disconnected(self._send(send), receive)
         finally:
             self._on_close()
 
     async def _send(self, send: Send) -> None:
         async def body(chunk: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+            async with asyncio.timeout(self._write_seconds):
+                await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
         try:
             async for chunk in self._events:
-                await body(chunk)
+                try:
+                    await body(chunk)
+                except TimeoutError:
+                    log.warning("a client read nothing for %g s; its stream is closed", self._write_seconds)
+                    return
         except Exception as error:
-            log.warning("stream ended by an error", exc_info=error)
-            await body(event(error_body(as_api_error(error))))
+            api_error = as_api_error(error)
+            log.log(logging.ERROR if api_error.status == 500 else logging.INFO, "stream ended by an error",
+                    exc_info=error if api_error.status == 500 else None)  # fmt: skip
+            await body(event(error_body(api_error)))
         await body(b"", more=False)

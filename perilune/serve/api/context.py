@@ -1,0 +1,111 @@
+"""What all endpoints share: engine, limits, who may ask, and how a request is taken in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from perilune.serve.api.access import Access
+from perilune.serve.api.envelope import APIError, unavailable
+from perilune.serve.api.exchange import Exchange, Exchanges
+from perilune.serve.api.limits import Limits
+from perilune.serve.api.logs import record, request_id
+from perilune.serve.api.metrics import Metrics
+from perilune.serve.api.protocol import decode
+from perilune.serve.api.words import Words
+from perilune.serve.engine import Engine, Job, Loop
+
+T = TypeVar("T")
+
+
+class Context:
+    """One server's parts.
+
+    Args:
+        engine: answers.
+        limits: of requests.
+        access: who may ask.
+
+    Attributes:
+        created: when the server began, in Unix seconds.
+        loop: runs jobs; set while the application runs.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits, access: Access) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.access = access
+        self.words = Words(engine.tokenizer)
+        self.metrics = Metrics(engine.name, engine)
+        self.exchanges = Exchanges(self.metrics)
+        self.created = int(time.time())
+        self.loop: Loop | None = None
+        # Rendering a prompt and building a grammar take time, and neither may keep other answers waiting.
+        self._prepare = ThreadPoolExecutor(1, thread_name_prefix="perilune-prepare")
+
+    def start(self) -> None:
+        """The application begins."""
+        self.loop = self.engine.loop(self.limits.waiting)
+
+    async def stop(self) -> None:
+        """The application ends; running answers are cut."""
+        self._prepare.shutdown(wait=False, cancel_futures=True)
+        if self.loop is not None:
+            await asyncio.to_thread(self.loop.shutdown)
+
+    def check_ready(self) -> None:
+        """APIError 503 if no answer can be given now."""
+        if self.exchanges.draining:
+            raise unavailable("the server is stopping; ask another one", "draining")
+        if not getattr(self.engine, "ready", True):
+            raise unavailable("the engine is starting again after an error; try again soon", "engine_not_ready")
+
+    def check_model(self, name: str | None) -> None:
+        """APIError 404 if another model is asked for."""
+        if name is not None and name != self.engine.name:
+            raise APIError(
+                404, f"the model {name[:200]!r} is not served here; this server has {self.engine.name!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """Check who asks, and read the body as `kind`."""
+        self.access.check(request)
+        return decode(await self.body(request), kind)
+
+    async def body(self, request: Request) -> bytes:
+        """The request body; refused when it grows over the limit, whatever its headers say."""
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > self.limits.body_bytes:
+                message = f"the body is larger than the allowed {self.limits.body_bytes} bytes"
+                raise APIError(413, message, code="body_too_large", headers={"Connection": "close"})
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Do something that takes time beside the event loop, one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._prepare, work)
+
+    async def exchange(self, request: Request, make: Callable[[], Job], rows: int, **note: Any) -> Exchange:
+        """Make a job, hand it to the engine, and list it.
+
+        Args:
+            request: asks for it.
+            make: renders the prompt and checks the request.
+            rows: how many answers the job has.
+            note: what else is logged about it.
+        """
+        entry = record(request.scope)
+        entry |= note
+        job = await self.prepare(make)
+        self.check_ready()
+        assert self.loop is not None, "the application has not been started"
+        stream = self.loop.submit(job)
+        return Exchange(self.exchanges, request_id(request.scope), stream, rows, self.limits.request_seconds, entry)
