@@ -68,12 +68,14 @@ def make(
     return {n: x.to(dtype) if n in LOW else x for n, x in inputs.items()}
 
 
-def run(op: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """o, the final state, and every gradient under fixed cotangents."""
+def run(op: Any, inputs: dict[str, Tensor], *, size: float = 1.0, **options: Any) -> dict[str, Tensor]:
+    """o, the final state, and every gradient under fixed cotangents of about this size."""
     leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
     o, state = op(**leaves, output_final_state=True, **options)
     generator = torch.Generator(device="cuda").manual_seed(7)
-    cotangents = [torch.randn(x.shape, device="cuda", generator=generator).bfloat16().to(x.dtype) for x in (o, state)]
+    cotangents = [
+        (size * torch.randn(x.shape, device="cuda", generator=generator)).bfloat16().to(x.dtype) for x in (o, state)
+    ]
     gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents)
     return {"o": o.detach(), "state": state.detach()} | {f"d_{n}": x for n, x in zip(leaves, gradients, strict=True)}
 

@@ -13,12 +13,14 @@ from perilune.ops.kda.triton.plan import CHUNK
 from perilune.ops.triton.available import units
 
 DIMS = (64, 128)
-_TYPES = (torch.bfloat16, torch.float32)
+BETA_TYPES = (torch.bfloat16, torch.float32)
 
 
 @cache
-def kernel(key_dim: int, value_dim: int, l2: bool, a: bool, bias: bool, sigmoid: bool, wide: bool, beta_float: bool) -> Kernel:
-    """The kernel for these macros; see backward.cu."""
+def kernel(
+    key_dim: int, value_dim: int, l2: bool, a: bool, bias: bool, sigmoid: bool, wide: bool, beta_float: bool
+) -> Kernel:
+    """The kernel for these macros of backward.cu; its shared memory is `Shared` in backward_steps.h."""
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32
@@ -34,9 +36,10 @@ def kernel(key_dim: int, value_dim: int, l2: bool, a: bool, bias: bool, sigmoid:
 
 
 def unsuitable(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, *, gate: int, bounded: bool
-) -> str | None:
-    """Why the kernel does not take this call; None if it does. Flattened tensors `[tokens, heads, dim]`."""
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, *,
+    gate: int, bounded: bool, l2: bool, sigmoid: bool,
+) -> str | None:  # fmt: skip
+    """Why the kernel does not take this call; None if it does. Arguments as in `launch`; gate 1 is the bounded gate."""
     reason = unavailable_reason(q.device)
     if reason is not None:
         return reason
@@ -49,9 +52,16 @@ def unsuitable(
             return f"the CUDA kernel reads bfloat16; {name} is {x.dtype}"
         if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:2]):
             return f"the CUDA kernel copies 16 bytes at a time; rows of {name} are not aligned to that"
-    if beta.dtype not in _TYPES:
+    if beta.dtype not in BETA_TYPES:
         return f"the CUDA kernel reads beta as bfloat16 or float32, not {beta.dtype}"
-    return None
+    return _kernel_for(q, g, beta, A_log, dt_bias, do, l2, sigmoid).unavailable_reason(q.device)
+
+
+def _kernel_for(
+    q: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, l2: bool, sigmoid: bool
+) -> Kernel:  # fmt: skip
+    wide, beta_float = q.shape[1] != g.shape[1], beta.dtype == torch.float32
+    return kernel(g.shape[2], do.shape[2], l2, A_log is not None, dt_bias is not None, sigmoid, wide, beta_float)
 
 
 def launch(
@@ -67,16 +77,13 @@ def launch(
         dt_bias: `[heads * K]`.
         U: `[chunks, heads, 64, V]`, with S and dS `[chunks, heads, V, K]` and E `[tokens, heads, V]` bfloat16.
         chunks: int32 `[chunks, 2]`, first token and number of tokens.
-        dq: as dk float32 or bfloat16, of a value head.
+        dq: as dk of a value head; bfloat16, or float32 where several value heads share a head of q and k.
         dA: float32 `[chunks, heads]`.
         bias: float32 `[chunks, heads, K]`.
     """
-    heads, key_dim, value_dim = g.shape[1], g.shape[2], do.shape[2]
+    heads = g.shape[1]
     programs = chunks.shape[0] * heads
-    run = kernel(
-        key_dim, value_dim, l2, A_log is not None, dt_bias is not None, sigmoid, dq.dtype == torch.float32,
-        beta.dtype == torch.float32,
-    )  # fmt: skip
+    run = _kernel_for(q, g, beta, A_log, dt_bias, do, l2, sigmoid)
     A_log, dt_bias = (None if x is None else x.float() for x in (A_log, dt_bias))
     run.launch(
         (min(programs, units(q.device)),),

@@ -18,30 +18,54 @@ constexpr int WIDTH = K / 32;      // warps across the key channels
 constexpr int THREADS = 32 * BLOCKS * WIDTH;
 constexpr int WARPS = THREADS / 32;
 
+// The same number, of which the compiler knows nothing.
+#ifdef PERILUNE_EMULATED
+DEVICE int opaque(int x) { return x; }
+#else
+DEVICE int opaque(int x) { asm volatile("" : "+r"(x)); return x; }
+#endif
+
+// Where a thread stands. Found anew in every phase of the kernel: what the compiler derives from it, mostly addresses, would
+// otherwise stay in registers from one phase to the next, and from one chunk to the next.
+struct Place {
+    int lane, warp, block, w, r, c, row;
+    __device__ __forceinline__ int channel(int j) const { return 32 * w + 8 * j + 2 * c; }
+};
+DEVICE Place here() {
+    const int thread = opaque(threadIdx.x);
+    const int lane = thread & 31, warp = thread >> 5, block = warp / WIDTH, r = lane >> 2;
+    return {lane, warp, block, warp % WIDTH, r, lane & 3, 16 * block + 2 * r};
+}
+
 // Byte of piece `piece` of a row in a tile of 64 rows of D numbers; the same for a state, whose rows are value channels.
 template <int D> DEVICE int row_at(int row, int piece) { return row * (2 * D) + ((piece ^ ((row >> 1) & 7)) << 4); }
 DEVICE int state_at(int row, int piece) { return row * (2 * K) + ((piece ^ (row & 7)) << 4); }
 
 // Ask for 64 rows of a token-major tensor; rows from `count` on become 0.
 template <int D> DEVICE void fetch_rows(u8* tile, const bf16* rows, i64 stride, int count) {
+    constexpr int PIECES = D / 8, TOGETHER = THREADS / PIECES;
+    const int thread = opaque(threadIdx.x), first = thread / PIECES, piece = thread % PIECES;
+    rows += first * stride + 8 * piece;
 #pragma unroll
-    for (int i = threadIdx.x; i < CHUNK * (D / 8); i += THREADS) {
-        const int row = i / (D / 8), piece = i % (D / 8);
-        copy_async(tile + row_at<D>(row, piece), rows + row * stride + 8 * piece, row < count);
+    for (int n = 0; n < CHUNK / TOGETHER; n++) {
+        const int row = first + n * TOGETHER;
+        copy_async(tile + row_at<D>(row, piece), rows, row < count);
+        rows += TOGETHER * stride;
     }
 }
 
 // Ask for a state `[V, K]`.
 DEVICE void fetch_state(u8* tile, const bf16* state) {
+    constexpr int PIECES = K / 8, TOGETHER = THREADS / PIECES;
+    const int thread = opaque(threadIdx.x), first = thread / PIECES, piece = thread % PIECES;
+    state += 8 * thread;
 #pragma unroll
-    for (int i = threadIdx.x; i < V * (K / 8); i += THREADS)
-        copy_async(tile + state_at(i / (K / 8), i % (K / 8)), state + 8 * i);
+    for (int n = 0; n < V / TOGETHER; n++)
+        copy_async(tile + state_at(first + n * TOGETHER, piece), state + n * (8 * THREADS));
 }
 
 // This thread's part of a tile of key channels, two numbers a word: words[h][j].
-DEVICE int own_at(int block, int w, int lane, int h, int j) {
-    return row_at<K>(16 * block + 2 * (lane >> 2) + h, 4 * w + j) + 4 * (lane & 3);
-}
+DEVICE int own_at(const Place& p, int h, int j) { return row_at<K>(p.row + h, 4 * p.w + j) + 4 * p.c; }
 
 // A 16x16 operand on the left: rows of `block`, numbers 16 n .. 16 n + 15 of them.
 template <int D> DEVICE void left(u32 (&a)[4], const u8* tile, int block, int n, int lane) {
@@ -62,26 +86,26 @@ DEVICE void right(u32 (&b)[4], const u8* tile, int block, int w, int n, int lane
 }
 
 // value += the 16x16 block of a (`block` in a tile of D numbers a row, or transposed a square's) times 16 rows of a tile.
-DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile, int block, int w, int lane) {
+DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile, int block, const Place& p) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         u32 b[4];
-        right(b, tile, block, w, n, lane);
+        right(b, tile, block, p.w, n, p.lane);
         multiply_add(value[2 * n], a, b[0], b[1]);
         multiply_add(value[2 * n + 1], a, b[2], b[3]);
     }
 }
 
-// Rows `block` of a tile of value channels times a state.
-DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state, int block, int w, int lane) {
-    const int i = lane & 7, matrix = lane >> 3;
+// value += the warp's rows of a tile of value channels times a state.
+DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state, const Place& p) {
+    const int i = p.lane & 7, matrix = p.lane >> 3;
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         u32 a[4], b[4];
-        left<V>(a, rows, block, n, lane);
+        left<V>(a, rows, p.block, n, p.lane);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * w + 2 * m + (matrix >> 1)));
+            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * p.w + 2 * m + (matrix >> 1)));
             multiply_add(value[2 * m], a, b[0], b[1]);
             multiply_add(value[2 * m + 1], a, b[2], b[3]);
         }
@@ -90,17 +114,17 @@ DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state,
 
 // The same for two tiles of rows at once.
 DEVICE void through_state(
-    float (&one)[4][4], float (&two)[4][4], const u8* rows_one, const u8* rows_two, const u8* state, int block, int w, int lane
+    float (&one)[4][4], float (&two)[4][4], const u8* rows_one, const u8* rows_two, const u8* state, const Place& p
 ) {
-    const int i = lane & 7, matrix = lane >> 3;
+    const int i = p.lane & 7, matrix = p.lane >> 3;
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         u32 a1[4], a2[4], b[4];
-        left<V>(a1, rows_one, block, n, lane);
-        left<V>(a2, rows_two, block, n, lane);
+        left<V>(a1, rows_one, p.block, n, p.lane);
+        left<V>(a2, rows_two, p.block, n, p.lane);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * w + 2 * m + (matrix >> 1)));
+            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * p.w + 2 * m + (matrix >> 1)));
             multiply_add(one[2 * m], a1, b[0], b[1]);
             multiply_add(one[2 * m + 1], a1, b[2], b[3]);
             multiply_add(two[2 * m], a2, b[0], b[1]);

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.kda.arguments import Arguments
+from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
 from perilune.ops.kda.triton.backward_fast import gradients_kernel, pairs_kernel, products_kernel
@@ -141,7 +142,14 @@ def _parallel(
     S: Tensor, E: Tensor, dS: Tensor, p: Plan, s: Setting, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
     dA: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dz, dbeta, dA and bias."""
+    """Fill dq, dk, dz, dbeta, dA and bias: in CUDA where that kernel takes the call, else in Triton."""
+    inputs, forms = (q, k, g, beta, A_log, dt_bias, do), {"l2": s.l2_norm, "sigmoid": s.beta_sigmoid}
+    if cuda_backward.unsuitable(*inputs, gate=s.gate, bounded=s.bounded, **forms) is None:
+        cuda_backward.launch(
+            *inputs, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
+            scale=s.scale, lower_bound=s.lower_bound, beta_scale=s.beta_scale, **forms,
+        )  # fmt: skip
+        return
     heads, key_dim, value_dim = g.shape[1], g.shape[2], do.shape[2]
     programs = p.chunk_count * heads
     flags = {"L2": s.l2_norm, "GATE": s.gate, "HAS_A": A_log is not None, "HAS_BIAS": dt_bias is not None}

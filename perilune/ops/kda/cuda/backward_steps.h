@@ -1,0 +1,390 @@
+// The steps of the backward kernel for one chunk and head; backward.cu calls them in turn, with barriers between.
+#pragma once
+#include "backward_tiles.h"
+
+#if WIDE
+typedef float qk_out;
+#else
+typedef bf16 qk_out;
+#endif
+#if BETA_FLOAT
+typedef float beta_type;
+DEVICE float beta_in(float x) { return x; }
+DEVICE float beta_out(float x) { return x; }
+#else
+typedef bf16 beta_type;
+DEVICE float beta_in(bf16 x) { return to_float(x); }
+DEVICE bf16 beta_out(float x) { return to_bf16(x); }
+#endif
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LEAST_BETA = 1e-12f;  // a write strength of 0 is computed as this: the gradient divides by it
+constexpr int ROWS_K = CHUNK * K * 2, ROWS_V = CHUNK * V * 2, STATE = V * K * 2, SQUARE = CHUNK * CHUNK * 2;
+
+struct Shared {
+    u8 q[ROWS_K], k[ROWS_K], g[ROWS_K];
+    u8 d_o[ROWS_V], e[ROWS_V], u[ROWS_V];
+    u8 s[STATE], ds[STATE];
+    u8 near[ROWS_K];  // k / up, later q up
+    u8 far[ROWS_K];   // k to, later -k up
+    u8 dp[SQUARE], eu[SQUARE];
+    float decay[BLOCKS][K];                // 2^(log-decay of a block of rows)
+    float after[BLOCKS][K];                // sums over a block of dG
+    float tail[BLOCKS][K];                 // of k times what reaches later chunks
+    float bias[BLOCKS][K];                 // of dz
+    float through[K];                      // gamma sum_v S dS
+    float squares[2][CHUNK][WIDTH];        // |q|^2 and |k|^2 of a warp's channels
+    float along[2][CHUNK][WIDTH];          // of q dq and k dk
+    float diagonal[CHUNK];                 // of scale dP
+    float rate[WARPS];
+};
+
+DEVICE float total(const float (&part)[WIDTH]) {
+    float sum = part[0];
+#pragma unroll
+    for (int i = 1; i < WIDTH; i++) sum += part[i];
+    return sum;
+}
+
+DEVICE void scale_columns(float (&x)[4][4], const float* factor, const Place& p) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 f = *(const float2*)(factor + p.channel(j));
+        x[j][0] *= f.x;
+        x[j][1] *= f.y;
+        x[j][2] *= f.x;
+        x[j][3] *= f.y;
+    }
+}
+
+DEVICE void scale_rows(float (&x)[4][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[j][i] *= factor[i >> 1];
+}
+
+DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two); }
+
+// A chunk of a head: its number, the head, its first token and how many it has.
+struct Chunk {
+    int program, head, start, count;
+};
+
+// What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients.
+struct Own {
+    u32 q[2][4], k[2][4];
+    float up[4][4], q_rstd[2], k_rstd[2];
+    __device__ __forceinline__ float q_unit(int j, int i) const { return half_of(q[i >> 1][j], i & 1) * q_rstd[i >> 1]; }
+    __device__ __forceinline__ float k_unit(int j, int i) const { return half_of(k[i >> 1][j], i & 1) * k_rstd[i >> 1]; }
+};
+
+// dP and beta dL of rows `q` by rows `k` (blocks of 16, q >= k), with their factors of the shift; on the diagonal also the
+// diagonal of dP and the gradient of beta.
+DEVICE void pairs(
+    Shared& m, int q, int k, float shift, float scale, float beta_scale, const beta_type* beta, int beta_token,
+    beta_type* dbeta, int dbeta_token, int count
+) {
+    float p[2][4] = {}, e[2][4] = {};
+    const int lane = here().lane, i = lane & 7, matrix = lane >> 3, r = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < V / 16; n++) {
+        u32 a1[4], a2[4], b[4];
+        left<V>(a1, m.d_o, q, n, lane);
+        left<V>(a2, m.e, q, n, lane);
+        load_matrices(b, m.u + row_at<V>(16 * k + 2 * i + (matrix >> 1), 2 * n + (matrix & 1)));
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            multiply_add(p[t], a1, b[2 * t], b[2 * t + 1]);
+            multiply_add(e[t], a2, b[2 * t], b[2 * t + 1]);
+        }
+    }
+    const bool own = q == k;
+    if (own && c == r >> 1) {  // row 2 r + h meets itself in group h, column r
+        const bool odd = r & 1;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = 16 * q + 2 * r + h;
+            m.diagonal[row] = scale * (odd ? p[h][2 * h + 1] : p[h][2 * h]);
+            if (row >= count) continue;
+            const float x = beta_in(beta[(i64)row * beta_token]);
+            const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x)) : x;
+            const float divisor = fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength;
+            const float d = (odd ? e[h][2 * h + 1] : e[h][2 * h]) / divisor;
+            dbeta[(i64)row * dbeta_token] = beta_out(SIGMOID ? d * (1.0f - divisor / beta_scale) : d / divisor);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            float f[2];
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const int below = own ? 2 * r + h - (2 * (2 * c + x) + t) : 2 * r + h + 1;
+                f[x] = below > 0 ? exp2_fast(-shift * (float)below) : 0.0f;
+            }
+            const int at = row_at<CHUNK>(16 * q + 2 * r + h, 2 * k + t) + 4 * c;
+            const bool low = f[0] != 0.0f, high = f[1] != 0.0f;  // a select: what the mask hides may be anything
+            *(u32*)(m.dp + at) = pack(low ? p[t][2 * h] * f[0] : 0.0f, high ? p[t][2 * h + 1] * f[1] : 0.0f);
+            *(u32*)(m.eu + at) = pack(low ? e[t][2 * h] * f[0] : 0.0f, high ? e[t][2 * h + 1] * f[1] : 0.0f);
+        }
+}
+
+// gamma sum_v S dS for the warp's 8 channels: every lane takes a value channel in 32, then the lanes' sums meet.
+DEVICE void through(Shared& m) {
+    const int lane = here().lane, warp = here().warp;
+    float x[8] = {};
+#pragma unroll
+    for (int v = lane; v < V; v += 32) {
+        const uint4 a = *(const uint4*)(m.s + state_at(v, warp)), b = *(const uint4*)(m.ds + state_at(v, warp));
+        const u32 s[4] = {a.x, a.y, a.z, a.w}, d[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = fmaf(half_of(s[i >> 1], i & 1), half_of(d[i >> 1], i & 1), x[i]);
+    }
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) four[i] = (lane & 16 ? x[4 + i] : x[i]) + shuffle_xor(lane & 16 ? x[i] : x[4 + i], 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) two[i] = (lane & 8 ? four[2 + i] : four[i]) + shuffle_xor(lane & 8 ? four[i] : four[2 + i], 8);
+    float one = (lane & 4 ? two[1] : two[0]) + shuffle_xor(lane & 4 ? two[0] : two[1], 4);
+    one = row_sum(one);
+    const int channel = 8 * warp + (lane >> 2);
+    if ((lane & 3) == 0)
+        m.through[channel] = one * m.decay[0][channel] * m.decay[1][channel] * m.decay[2][channel] * m.decay[3][channel];
+}
+
+// Log-decays and their factors `up`, and sums of squares. head_bias: dt_bias of the head.
+DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, float lower_bound, float shift, int count) {
+    const Place p = here();
+    const float slope = -LOG2E * rate;
+    float q_square[2] = {}, k_square[2] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 bias = make_float2(0.0f, 0.0f);
+        if (HAS_BIAS) bias = *(const float2*)(head_bias + p.channel(j));
+        const float offset[2] = {bias.x * slope, bias.y * slope};
+        float decay[2][2], block_decay[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int at = own_at(p, h, j);
+            own.q[h][j] = *(const u32*)(m.q + at);
+            own.k[h][j] = *(const u32*)(m.k + at);
+            const u32 z = *(const u32*)(m.g + at);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float a = half_of(own.q[h][j], e), b = half_of(own.k[h][j], e);
+                q_square[h] = fmaf(a, a, q_square[h]);
+                k_square[h] = fmaf(b, b, k_square[h]);
+                decay[h][e] = lower_bound * LOG2E * reciprocal(1.0f + exp2_fast(fmaf(half_of(z, e), slope, offset[e])));
+                if (p.row + h >= count) decay[h][e] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float before, all;
+            sums_before(decay[0][e] + decay[1][e], p.lane, before, all);
+            own.up[j][e] = exp2_fast(before + decay[0][e] + shift * (2 * p.r + 1));
+            own.up[j][2 + e] = exp2_fast(before + decay[0][e] + decay[1][e] + shift * (2 * p.r + 2));
+            block_decay[e] = exp2_fast(all);
+        }
+        if (p.r == 0) *(float2*)&m.decay[p.block][p.channel(j)] = make_float2(block_decay[0], block_decay[1]);
+    }
+    if (L2)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float a = row_sum(q_square[h]), b = row_sum(k_square[h]);
+            if (p.c == 0) {
+                m.squares[0][p.row + h][p.w] = a;
+                m.squares[1][p.row + h][p.w] = b;
+            }
+        }
+}
+
+// Norms, and the keys as operands.
+DEVICE void key_operands(Shared& m, Own& own, float shift) {
+    const Place p = here();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        own.q_rstd[h] = L2 ? rsqrt_fast(total(m.squares[0][p.row + h]) + 1e-6f) : 1.0f;
+        own.k_rstd[h] = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int at = own_at(p, h, j);
+            const float step = exp2_fast(shift * (2 * p.r + 1 + h));
+            const float a = own.k_unit(j, 2 * h) * reciprocal(own.up[j][2 * h]);
+            const float b = own.k_unit(j, 2 * h + 1) * reciprocal(own.up[j][2 * h + 1]);
+            *(u32*)(m.near + at) = pack(a, b);
+            *(u32*)(m.far + at) = pack(a * f.x * step, b * f.y * step);
+        }
+    }
+}
+
+// Queries and keys where they read, as operands.
+DEVICE void query_operands(Shared& m, const Own& own, float scale) {
+    const Place p = here();
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int at = own_at(p, h, j), i = 2 * h;
+            const float a = scale * own.up[j][i], b = scale * own.up[j][i + 1];
+            *(u32*)(m.near + at) = pack(own.q_unit(j, i) * a, own.q_unit(j, i + 1) * b);
+            *(u32*)(m.far + at) = pack(-own.k_unit(j, i) * own.up[j][i], -own.k_unit(j, i + 1) * own.up[j][i + 1]);
+        }
+}
+
+// Of d_q and of d_k where k reads, which hold what comes through the state: the pairs of rows in this chunk, from the
+// earliest block of rows to their own.
+DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift) {
+    const Place p = here();
+    const float unstep[2] = {exp2_fast(-shift * (2 * p.r + 1)), exp2_fast(-shift * (2 * p.r + 2))};
+    u32 a[4];
+    scale_rows(d_q, unstep);
+    scale_rows(d_k, unstep);
+#pragma unroll 1
+    for (int i = 0; i < p.block; i++) {
+        scale_columns(d_q, m.decay[i], p);
+        left<CHUNK>(a, m.dp, p.block, i, p.lane);
+        add_products(d_q, a, m.far, i, p);
+        scale_columns(d_k, m.decay[i], p);
+        left<CHUNK>(a, m.eu, p.block, i, p.lane);
+        add_products(d_k, a, m.far, i, p);
+    }
+    left<CHUNK>(a, m.dp, p.block, p.block, p.lane);
+    add_products(d_q, a, m.near, p.block, p);
+    left<CHUNK>(a, m.eu, p.block, p.block, p.lane);
+    add_products(d_k, a, m.near, p.block, p);
+}
+
+// Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
+DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float shift) {
+    const Place p = here();
+    float sum[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float f[2] = {1.0f, 1.0f};
+#pragma unroll 1
+        for (int i = BLOCKS - 1; i >= p.block; i--) {
+            const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
+            f[0] *= one.x;
+            f[1] *= one.y;
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float x[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = 2 * h + e;
+                x[h] = d_key[j][i] * exp2_fast(shift * (2 * p.r + 1 + h)) * f[e] * reciprocal(own.up[j][i]) * own.k_unit(j, i);
+            }
+            sum[j][e] = x[0] + x[1];
+        }
+    }
+    const float one = column_sum(sum, p.lane);
+    m.tail[p.block][column_of(p.w, p.lane)] = one;
+}
+
+// The pairs of rows in this chunk, from the last block of rows to their own.
+DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
+    const Place p = here();
+    u32 a[4];
+#pragma unroll 1
+    for (int i = BLOCKS - 1; i > p.block; i--) {
+        scale_columns(d_key, m.decay[i], p);
+        left_transposed(a, m.dp, i, p.block, p.lane);
+        add_products(d_key, a, m.near, i, p);
+        left_transposed(a, m.eu, i, p.block, p.lane);
+        add_products(d_key, a, m.far, i, p);
+    }
+    const float step[2] = {exp2_fast(shift * (2 * p.r + 1)), exp2_fast(shift * (2 * p.r + 2))};
+    scale_rows(d_key, step);
+    scale_columns(d_key, m.decay[p.block], p);
+    left_transposed(a, m.dp, p.block, p.block, p.lane);
+    add_products(d_key, a, m.near, p.block, p);
+    left_transposed(a, m.eu, p.block, p.block, p.lane);
+    add_products(d_key, a, m.far, p.block, p);
+}
+
+// Sums over rows of products of a gradient with its own vector, for the L2 norm.
+DEVICE void put_along(float (&part)[CHUNK][WIDTH], const float (&along)[2], const Place& p) {
+    if (!L2) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float sum = row_sum(along[h]);
+        if (p.c == 0) part[p.row + h][p.w] = sum;
+    }
+}
+
+// Through the L2 norm: x is the gradient of a normalised row, `raw` what it was before.
+DEVICE void through_norm(
+    float (&x)[4][4], const u32 (&raw)[2][4], const float (&rstd)[2], const float (&along)[CHUNK][WIDTH], const Place& p
+) {
+    if (!L2) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float sum = total(along[p.row + h]) * rstd[h];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) x[j][2 * h + e] = fmaf(-half_of(raw[h][j], e), sum, x[j][2 * h + e]) * rstd[h];
+    }
+}
+
+// Through the gate. d_G: gradients of cumulative log-decays; becomes those of the logits. after: sums of it over the rows
+// of the block after this thread's. logits: this thread's first row. Returns the warp's part of A_log's gradient.
+DEVICE float through_gate(
+    Shared& m, float (&d_G)[4][4], float (&after)[4][2], const bf16* logits, int g_token, const float* head_bias, float rate,
+    float lower_bound, int count, const Place& p
+) {
+    u32 z[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) z[h][j] = p.row + h < count ? *(const u32*)(logits + (i64)h * g_token + p.channel(j)) : 0;
+    float d_rate = 0.0f, d_bias[4][2] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int channel = p.channel(j);
+        float2 whole = *(const float2*)&m.through[channel], bias = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            const float2 x = *(const float2*)&m.tail[i][channel];
+            whole.x += x.x;
+            whole.y += x.y;
+        }
+#pragma unroll 1
+        for (int i = p.block + 1; i < BLOCKS; i++) {
+            const float2 x = *(const float2*)&m.after[i][channel];
+            after[j][0] += x.x;
+            after[j][1] += x.y;
+        }
+        if (HAS_BIAS) bias = *(const float2*)(head_bias + channel);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float later = after[j][e] + d_G[j][2 + e], all = e ? whole.y : whole.x;
+            const float sums[2] = {later + d_G[j][e] + all, later + all};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float x = half_of(z[h][j], e) + (e ? bias.y : bias.x);
+                const float s = reciprocal(1.0f + exp2_fast(-LOG2E * rate * x));
+                const float d = p.row + h < count ? sums[h] * (lower_bound * rate) * s * (1.0f - s) : 0.0f;
+                d_G[j][2 * h + e] = d;
+                d_rate = fmaf(d, x, d_rate);
+                d_bias[j][e] += d;
+            }
+        }
+    }
+    if (HAS_BIAS) {
+        const float one = column_sum(d_bias, p.lane);
+        m.bias[p.block][column_of(p.w, p.lane)] = one;
+    }
+    if (HAS_A)
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) d_rate += shuffle_xor(d_rate, mask);
+    return d_rate;
+}

@@ -1,0 +1,138 @@
+"""The backward pass's CUDA kernel on a GPU: against the float64 token loop and against the Triton form on equal inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+
+from test_kda_chunk_gpu import BOUNDED, IN_KERNEL, make, relative_error, run
+
+from perilune.ops.choice import force
+from perilune.ops.kda import chunk_kda, recurrent_kda_reference
+from perilune.ops.kda.cuda import backward
+
+CASES = {
+    "plain": {},
+    "two value heads a key head": {"qk_heads": 1},
+    "K 64": {"key_dim": 64},
+    "V 64": {"value_dim": 64},
+    "K 64, V 64": {"key_dim": 64, "value_dim": 64},
+    "closed gate": {"gate": 8.0},
+    "open gate": {"gate": -15.0},
+    "open gate, one key": {"gate": -15.0, "one_key": True},
+    "open gate, small gradients": {"gate": -15.0, "size": 1e-9},
+    "closed gate, large gradients": {"gate": 8.0, "size": 1e9},
+    "strong writes": {"beta": 9.0},
+    "weak writes": {"beta": -20.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> Iterator[None]:
+    with force("triton"):
+        yield
+
+
+@contextmanager
+def without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(backward, "unsuitable", lambda *args, **kwargs: "for comparison")
+        yield
+
+
+def case(
+    qk_heads: int = 2, key_dim: int = 128, value_dim: int = 128, gate: float | None = None, beta: float | None = None,
+    one_key: bool = False, size: float = 1.0, length: int = 300,
+) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+    inputs = make(1, length, qk_heads, 2, key_dim, value_dim, sequences=3)
+    if gate is not None:
+        inputs["g"][:] = gate
+    if beta is not None:
+        inputs["beta"][:] = beta
+    if one_key:
+        inputs["k"][:] = inputs["k"][:, :1]
+    return inputs, size
+
+
+def errors(inputs: dict[str, Tensor], size: float, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
+    """Relative errors of every gradient, of the CUDA kernel and of the Triton form."""
+    options = BOUNDED | {"cu_seqlens": torch.tensor([0, 101, 102, inputs["q"].shape[1]])}
+
+    def gradients(op: object, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return run(op, inputs, size=size, **options)
+
+    truth = gradients(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()})
+    mine = gradients(chunk_kda, inputs)
+    with without_the_kernel(monkeypatch):
+        other = gradients(chunk_kda, inputs)
+    return {n: (relative_error(mine[n], truth[n]), relative_error(other[n], truth[n])) for n in truth if n[:2] == "d_"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = errors(*case(**CASES[name]), monkeypatch)
+    print(name, {n: f"{a:.1e} ({b:.1e})" for n, (a, b) in found.items()}, flush=True)
+    saturated = name in ("closed gate", "closed gate, large gradients")
+    limits = {
+        "d_g": 2e-2 if saturated else 1e-2,
+        "d_A_log": 0.2 if saturated else 4e-2,
+        "d_dt_bias": 0.2 if saturated else 4e-2,
+    }
+    assert all(a <= limits.get(n, 1e-2) for n, (a, _) in found.items()), found
+
+
+def test_it_is_this_kernel_that_runs() -> None:
+    x = make(1, 64, 1, 1)
+    q, k, g, beta, v = (x[n].flatten(0, 1) for n in ("q", "k", "g", "beta", "v"))
+    forms = {"gate": 1, "bounded": True, "l2": True, "sigmoid": True}
+    assert backward.unsuitable(q, k, g, beta, x["A_log"], x["dt_bias"], v, **forms) is None
+
+
+def test_values_taken_as_they_are() -> None:
+    """No L2 norm, no sigmoid, neither A_log nor dt_bias; beta in float32."""
+    inputs = make(1, 200, 2, 2)
+    del inputs["A_log"], inputs["dt_bias"]
+    inputs["q"], inputs["k"] = (torch.nn.functional.normalize(inputs[n].float(), dim=-1).bfloat16() for n in "qk")
+    inputs["beta"] = inputs["beta"].float().sigmoid()
+    options = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **options)
+    mine = run(chunk_kda, inputs, **options)
+    found = {n: relative_error(mine[n], truth[n]) for n in truth}
+    assert all(e <= 1e-2 for e in found.values()), found
+
+
+def test_repeatable_and_every_element_written() -> None:
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
+    try:
+        inputs = make(1, 2000, 8, 8, sequences=3)
+        options = BOUNDED | {"cu_seqlens": torch.tensor([0, 1, 1130, 2000])}
+        results = [run(chunk_kda, inputs, **options) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(x).all() for x in results[0].values())
+    assert all(torch.equal(results[0][n], other[n]) for other in results[1:] for n in other)
+
+
+def test_many_chunks_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of threads goes through several chunks of several heads: what one leaves must not reach the next."""
+    inputs = make(2, 1024, 16, 32)
+    mine = run(chunk_kda, inputs, **BOUNDED)
+    with without_the_kernel(monkeypatch):
+        other = run(chunk_kda, inputs, **BOUNDED)
+    found = {n: relative_error(mine[n], other[n].double()) for n in mine}
+    assert all(e <= 2e-2 for e in found.values()), found
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_the_other_gates_take_the_other_kernels(bounded: bool) -> None:
+    inputs = make(1, 130, 1, 1)
+    options = BOUNDED if bounded else IN_KERNEL
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **options)
+    mine = run(chunk_kda, inputs, **options)
+    assert relative_error(mine["d_k"], truth["d_k"]) < 1e-2
