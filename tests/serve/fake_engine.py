@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+from perilune.errors import CapacityError
 from perilune.serve.request import Delta, FieldError, Timing, Usage
-from perilune.serve.worker import Worker
+from perilune.serve.worker import JobStream
 from perilune.tokenizer import ByteTokenizer
 
 
@@ -52,6 +54,43 @@ class FakeJob:
         engine.finished.set()
 
 
+class FakeLoop:
+    """Runs jobs one after the other on a thread."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._queue = queue.SimpleQueue()
+        self._unfinished: list[JobStream] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, job):
+        if len(self._unfinished) >= self._max_waiting:
+            raise CapacityError(f"{len(self._unfinished)} requests are waiting; try again later")
+        stream = JobStream(job)
+        self._unfinished.append(stream)
+        self._queue.put(stream)
+        return stream
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        for stream in list(self._unfinished):
+            stream.close()
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (stream := self._queue.get()) is not None:
+            error = None
+            try:
+                if not stream.closed:
+                    for delta in stream.job:
+                        stream.push(delta)
+            except BaseException as caught:
+                error = caught
+            self._unfinished.remove(stream)
+            stream.end(error)
+
+
 class FakeEngine:
     """See the module; `asked` lists (endpoint, prompt or messages, params, n), `options` are those of the last chat."""
 
@@ -76,7 +115,7 @@ class FakeEngine:
         return self.jobs[-1]
 
     def loop(self, max_waiting):
-        return Worker(max_waiting)
+        return FakeLoop(max_waiting)
 
     def prompt_ids(self, messages, options=None, *, add_generation_prompt=True):
         return [len(messages), int(add_generation_prompt)]

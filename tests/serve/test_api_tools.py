@@ -29,7 +29,7 @@ def test_calls_of_a_whole_answer():
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {"role": "assistant", "content": "Hm", "refusal": None, "tool_calls": WHOLE}
     message = chat({}, engine=FakeEngine(CALLS[1:])).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": None, "tool_calls": WHOLE}
+    assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": WHOLE}
     assert "tool_calls" not in chat({}).json()["choices"][0]["message"]
 
 
@@ -87,7 +87,7 @@ def test_a_history_with_calls_reaches_the_engine():
     chat({"messages": history}, engine=engine)
     assert engine.asked[0][1] == [
         *HELLO["messages"],
-        {"role": "assistant", "content": None, "tool_calls": WHOLE},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": WHOLE},
         {"role": "tool", "content": "4", "tool_call_id": "call_b"},
         {"role": "system", "content": None, "tools": [TOOL]},
     ]
