@@ -8,7 +8,7 @@ from typing import Any
 # Imported when first used: the fork server imports this package too, and stays small.
 _PUBLIC = {
     "Sandboxes": "sandboxes", "Sandbox": "client", "Execution": "execution", "AsyncSandboxes": "asynchronous",
-    "AsyncSandbox": "asynchronous", "Spec": "protocol", "Limits": "protocol", "Result": "protocol", "Output": "protocol",
+    "AsyncSandbox": "asynchronous", "RemoteSandboxes": "remote", "RemoteSandbox": "remote", "Pool": "pool", "PoolLimits": "pool", "Spec": "protocol", "Limits": "protocol", "Result": "protocol", "Output": "protocol",
     "State": "protocol", "Probe": "protocol", "StepManifest": "manifest", "TrajectoryLog": "manifest", "Store": "store",
 }  # fmt: skip
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

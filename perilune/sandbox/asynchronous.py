@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.execution import Execution
 from perilune.sandbox.protocol import GuestFile, OnOutput, Output, Result, Spec, State
+from perilune.sandbox.remote import RemoteExecution, RemoteSandbox, RemoteSandboxes
 from perilune.sandbox.sandboxes import Sandboxes
 from perilune.sandbox.store import Snapshot
 
@@ -28,10 +29,22 @@ MOST_THREADS = 512
 
 
 class AsyncSandboxes:
-    """See `sandboxes.Sandboxes`; the same arguments."""
+    """See `sandboxes.Sandboxes`; the same arguments.
 
-    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
-        self.blocking = Sandboxes(folder, sync=sync, max_bytes=max_bytes)
+    Args:
+        over: sandboxes that exist, in process, in a pool or of a service; they are closed with this, and `folder`, `sync` and
+            `max_bytes` have no effect.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        sync: str = "batch",
+        max_bytes: int = 64 << 30,
+        over: Sandboxes | RemoteSandboxes | None = None,
+    ) -> None:
+        self.blocking = over or Sandboxes(folder, sync=sync, max_bytes=max_bytes)
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="sandbox")
 
     async def __aenter__(self) -> AsyncSandboxes:
@@ -46,7 +59,7 @@ class AsyncSandboxes:
             self._threads, functools.partial(function, *args, **options)
         )
 
-    async def _made(self, function: Callable[..., Sandbox], *args: Any, **options: Any) -> AsyncSandbox:
+    async def _made(self, function: Callable[..., Sandbox | RemoteSandbox], *args: Any, **options: Any) -> AsyncSandbox:
         """A new sandbox; one that is ready only after the caller was cancelled is destroyed."""
         future = asyncio.get_running_loop().run_in_executor(
             self._threads, functools.partial(function, *args, **options)
@@ -59,7 +72,7 @@ class AsyncSandboxes:
             )
             raise
 
-    def _discard(self, sandbox: Sandbox) -> None:
+    def _discard(self, sandbox: Sandbox | RemoteSandbox) -> None:
         self._threads.submit(sandbox.destroy)
 
     async def create(self, spec: Spec | None = None, *, driver: str = "proc", name: str | None = None) -> AsyncSandbox:
@@ -72,9 +85,9 @@ class AsyncSandboxes:
 
 
 class AsyncSandbox:
-    """See `client.Sandbox`, which is at `blocking`."""
+    """See `client.Sandbox`; that one, or a `RemoteSandbox`, is at `blocking`."""
 
-    def __init__(self, owner: AsyncSandboxes, sandbox: Sandbox) -> None:
+    def __init__(self, owner: AsyncSandboxes, sandbox: Sandbox | RemoteSandbox) -> None:
         self.owner, self.blocking = owner, sandbox
 
     @property
@@ -91,7 +104,7 @@ class AsyncSandbox:
                     on_output(output)
             return await asyncio.shield(asyncio.ensure_future(self.owner._call(execution.result)))
         except asyncio.CancelledError:
-            execution.kill()
+            self.owner._threads.submit(execution.kill)
             raise
 
     async def stream(self, argv: Sequence[str], **options: Any) -> AsyncIterator[Output]:
@@ -101,10 +114,9 @@ class AsyncSandbox:
             async for output in self._outputs(execution):
                 yield output
         finally:
-            execution.kill()
-            await asyncio.shield(asyncio.ensure_future(self.owner._call(execution.result)))
+            await asyncio.shield(asyncio.ensure_future(self.owner._call(_end, execution)))
 
-    async def _outputs(self, execution: Execution) -> AsyncIterator[Output]:
+    async def _outputs(self, execution: Execution | RemoteExecution) -> AsyncIterator[Output]:
         outputs = iter(execution)
 
         def following() -> Output | None:
@@ -148,3 +160,8 @@ class AsyncSandbox:
     async def destroy(self) -> None:
         """See `Sandbox.destroy`."""
         await self.owner._call(self.blocking.destroy)
+
+
+def _end(execution: Execution | RemoteExecution) -> None:
+    execution.kill()
+    execution.result()

@@ -25,7 +25,7 @@ from typing import Any
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.drivers import cgroup
 from perilune.sandbox.drivers.proc_machine import remove_scratch
-from perilune.sandbox.protocol import State
+from perilune.sandbox.protocol import GuestLost, NoSuchSandbox, State
 from perilune.sandbox.store import Store
 
 FOLDER_VARIABLE = "PERILUNE_SANDBOX_HOME"
@@ -210,7 +210,7 @@ class Home:
             if name in (record.name, record.id):
                 return record
         known = ", ".join(record.name for record in records[:8]) or "none"
-        raise SandboxError(f"there is no sandbox {name!r} in {self.folder}; there are: {known}")
+        raise NoSuchSandbox(f"there is no sandbox {name!r} in {self.folder}; there are: {known}")
 
     def take(self, name: str) -> Record:
         """Lock a paused sandbox's record for this process. Raises SandboxError if that cannot be."""
@@ -221,7 +221,7 @@ class Home:
                 if record.snapshot
                 else ""
             )
-            raise SandboxError(
+            raise GuestLost(
                 f"sandbox {record.name} is lost: the process that had it (pid {record.pid}) was killed{saved}"
             )
         record.lock = self._lock(record.id)
@@ -232,7 +232,7 @@ class Home:
             record = Record(**json.loads(path.read_text()), lock=record.lock)
         except FileNotFoundError:
             self.forget(record)
-            raise SandboxError(f"sandbox {record.name} was removed") from None
+            raise NoSuchSandbox(f"sandbox {record.name} was removed") from None
         record.pid = os.getpid()
         return record
 

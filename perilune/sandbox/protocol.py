@@ -66,6 +66,10 @@ class TransitionError(SandboxError):
         self.now, self.wanted = now, wanted
 
 
+class NoSuchSandbox(SandboxError):
+    """There is no sandbox, snapshot, blob or running command of this name."""
+
+
 class DriverUnavailable(SandboxError):
     """The driver's probe did not pass on this machine; the message says why."""
 

@@ -13,6 +13,7 @@ import contextlib
 import secrets as randomness
 import threading
 from pathlib import Path
+from typing import Any
 
 from perilune.config.parse import from_dict, to_dict
 from perilune.errors import SandboxError
@@ -102,6 +103,30 @@ class Sandboxes:
         if snapshot.template_hash != now:
             raise Mismatch("template_hash", snapshot.template_hash, now, what)
         return snapshot
+
+    def saved(self) -> list[dict[str, Any]]:
+        """Every snapshot of the folder as a table's row; a damaged one with what is wrong."""
+        found: list[dict[str, Any]] = []
+        for name in self.home.store.snapshots():
+            try:
+                snapshot = self.home.store.snapshot(name)
+            except SandboxError as error:
+                found.append({"id": name, "damaged": str(error)})
+                continue
+            names = (
+                "id",
+                "sandbox",
+                "driver",
+                "contains",
+                "entries",
+                "bytes",
+                "new_bytes",
+                "created",
+                "parent",
+                "processes",
+            )
+            found.append({key: getattr(snapshot, key) for key in names})
+        return sorted(found, key=lambda row: (row.get("created", 0.0), row["id"]))
 
     def spec(self, snapshot: Snapshot) -> Spec:
         """What the sandbox of a snapshot was made from."""

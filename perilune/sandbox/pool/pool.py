@@ -172,14 +172,10 @@ class Pool:
 
     def own_snapshot(self, entry: Entry, *, pause: bool) -> None:
         """Save a sandbox for the pool's own purposes; the one before is dropped."""
-        record, before = entry.sandbox.record, entry.sandbox.record.own_snapshot
         snapshot = entry.sandbox.pause() if pause else entry.sandbox.checkpoint()
         assert snapshot is not None, "a pause to the store makes a snapshot"
-        record.own_snapshot = snapshot.id
-        self.home.save(record)
         entry.saved = time.monotonic()
-        if before is not None:
-            self.reaper.drop(before)
+        self._own(entry.sandbox.record, snapshot.id)
 
     # Sandboxes
 
@@ -317,7 +313,16 @@ class Pool:
         with self.use(name) as sandbox, self.admitted(sandbox.driver.name, sandbox.spec, count):
             before = sandbox.record
             left = max(1.0, before.ends - time.time()) if before.ends else 0.0
-            return [self._enter(made, left, before.idle_seconds).sandbox for made in sandbox.fork(count)]
+            made = sandbox.fork(count)
+            self._own(before, sandbox.snapshot)
+            return [self._enter(one, left, before.idle_seconds).sandbox for one in made]
+
+    def _own(self, record: Record, snapshot: str | None) -> None:
+        """Note a snapshot that nobody was told of; the one before it is dropped."""
+        before, record.own_snapshot = record.own_snapshot, snapshot
+        self.home.save(record)
+        if before is not None:
+            self.reaper.drop(before)
 
     def destroy(self, name: str) -> None:
         """End a sandbox for good, or strike a lost one off the list. Raises SandboxError if there is none."""

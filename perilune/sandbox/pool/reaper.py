@@ -61,7 +61,7 @@ class Reaper:
         self._wake.set()
 
     def drop(self, snapshot: str) -> None:
-        """A snapshot of the pool's own that nobody needs any more."""
+        """A snapshot of the pool's own; it goes once it is no sandbox's newest one."""
         with contextlib.suppress(OSError):
             (self.unwanted / snapshot).touch()
 
@@ -164,7 +164,8 @@ class Reaper:
 
     def _collect(self) -> None:
         store = self.pool.home.store
-        names = [path.name for path in self.unwanted.iterdir()]
+        needed = {record.snapshot for record in self.pool.home.records()}
+        names = [path.name for path in self.unwanted.iterdir() if path.name not in needed]
         if not names:
             return
         try:

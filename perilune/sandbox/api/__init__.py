@@ -1,0 +1,8 @@
+"""Sandboxes over HTTP: a pool that other processes and machines use. Needs the extra `serve`."""
+
+from __future__ import annotations
+
+from perilune.sandbox.api.app import Permissions, ServiceLimits, create_app
+from perilune.sandbox.api.server import ServerHandle, check_exposure, serve, serve_in_thread
+
+__all__ = ["Permissions", "ServerHandle", "ServiceLimits", "check_exposure", "create_app", "serve", "serve_in_thread"]
