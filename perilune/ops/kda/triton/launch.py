@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from perilune.ops.kda.arguments import Arguments
+from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
-from perilune.ops.kda.triton.prepare_fast import prepare_fast_kernel, solve_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
 from perilune.ops.triton.available import units
@@ -52,7 +52,7 @@ class Setting:
 
 
 class Prepared(NamedTuple):
-    """Outputs of `prepare_kernel`, `[chunks, heads, ...]`."""
+    """Outputs of `prepare`, `[chunks, heads, ...]`: see prepare.py."""
 
     Qd: Tensor
     Kd: Tensor
@@ -82,40 +82,29 @@ def state_strides(state: Tensor, v_first: bool) -> tuple[int, int, int, int]:
 def prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, p: Plan, s: Setting
 ) -> Prepared:
-    """Run `prepare_kernel` on flattened q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`."""
+    """The parallel stage on flattened q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`.
+
+    The CUDA kernel where it can run, else the Triton one; see `ops.kda.cuda.prepare.unsuitable`.
+    """
     heads, key_dim = g.shape[1:]
     dtype = operand_dtype(q.dtype)
     shape = (p.chunk_count, heads, CHUNK)
     Qd, Kd, Kr = (torch.empty(*shape, key_dim, dtype=dtype, device=q.device) for _ in range(3))
     P, A = (torch.empty(*shape, CHUNK, dtype=dtype, device=q.device) for _ in range(2))
     gamma = torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device)
-    flags = {
-        "K": key_dim,
-        "L2": s.l2_norm,
-        "GATE": s.gate,
-        "HAS_A": A_log is not None,
-        "HAS_BIAS": dt_bias is not None,
-        "SIGMOID": s.beta_sigmoid,
-    }
-    strides = (*q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), heads, heads // q.shape[1])
-    grid = (p.chunk_count * heads,)
+    out = Prepared(Qd, Kd, Kr, P, A, gamma)
     if not p.chunk_count:
-        return Prepared(Qd, Kd, Kr, P, A, gamma)
-    inputs, numbers = (
-        (q, k, g, beta, A_log, dt_bias, p.chunks),
-        (s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale),
-    )
-    if s.bounded and configs.TWO_STEP_PREPARE:
-        L = torch.empty(*shape, CHUNK, dtype=torch.float32, device=q.device)
-        prepare_fast_kernel[grid](*inputs, Qd, Kd, Kr, P, gamma, L, *numbers, *strides, **flags, **configs.PREPARE_FAST)
-        solve_kernel[grid](
-            L, A, beta, p.chunks, s.beta_scale, *beta.stride(), heads, SIGMOID=s.beta_sigmoid, **configs.SOLVE
-        )
-    else:
-        prepare_kernel[grid](
-            *inputs, Qd, Kd, Kr, P, A, gamma, *numbers, *strides, **flags, BOUNDED=s.bounded, **configs.PREPARE
-        )
-    return Prepared(Qd, Kd, Kr, P, A, gamma)
+        return out
+    if cuda_prepare.unsuitable(q, k, g, beta, s) is None:
+        cuda_prepare.run(q, k, g, beta, A_log, dt_bias, p.chunks, s, out)
+        return out
+    prepare_kernel[(p.chunk_count * heads,)](
+        q, k, g, beta, A_log, dt_bias, p.chunks, *out, s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale,
+        *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), heads, heads // q.shape[1],
+        K=key_dim, L2=s.l2_norm, GATE=s.gate, HAS_A=A_log is not None, HAS_BIAS=dt_bias is not None,
+        SIGMOID=s.beta_sigmoid, BOUNDED=s.bounded, **configs.PREPARE,
+    )  # fmt: skip
+    return out
 
 
 @dataclass(frozen=True)

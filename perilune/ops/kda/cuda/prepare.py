@@ -1,0 +1,79 @@
+"""`prepare` as a CUDA kernel: when it can run, and its launch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from perilune.ops.cuda import Kernel
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.triton.launch import Prepared, Setting
+
+THREADS = 128
+BLOCKS = 4  # that share a multiprocessor: limits registers
+KEY_DIMS = (64, 128)
+ALIGNMENT = 16  # bytes of a load
+_L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT = 1, 2, 4, 8
+
+
+@cache
+def kernel(key_dim: int, float_gate: bool) -> Kernel:
+    """The kernel for K channels and a float32 or bfloat16 g."""
+    return Kernel(
+        Path(__file__).parent / "prepare.cu",
+        "prepare",
+        "P" * 13 + "f" * 4 + "q" * 8 + "i" * 3,
+        threads=THREADS,
+        shared_bytes=256 + 4 * 64 * (key_dim + 4) + 4 * 64 * 80,  # beta, running sums, L: see prepare.cu
+        defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},
+    )
+
+
+def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str | None:
+    """Why the kernel does not take this call (inputs flattened, see `run`); None if it does and is ready to run."""
+    if not s.bounded:
+        return "the CUDA kernel is written for the bounded gate"
+    if q.dtype != torch.bfloat16 or k.dtype != torch.bfloat16:
+        return f"the CUDA kernel takes q and k in bfloat16, not {_name(q.dtype)} and {_name(k.dtype)}"
+    if g.dtype not in (torch.bfloat16, torch.float32) or beta.dtype not in (torch.bfloat16, torch.float32):
+        return f"the CUDA kernel takes g and beta in bfloat16 or float32, not {_name(g.dtype)} and {_name(beta.dtype)}"
+    if q.shape[-1] not in KEY_DIMS:
+        return f"the CUDA kernel is written for K of 64 or 128, not {q.shape[-1]}"
+    if not all(_aligned(x) for x in (q, k)) or g.data_ptr() % 8 or any(n % 2 for n in g.stride()[:2]):
+        return "the CUDA kernel loads 16 bytes at a time: q and k must begin, and their rows must lie, at multiples of 16 bytes"
+    return kernel(q.shape[-1], g.dtype == torch.float32).unavailable_reason(q.device)
+
+
+def run(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, chunks: Tensor,
+    s: Setting, out: Prepared,
+) -> None:  # fmt: skip
+    """Fill `out`. q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`; chunks as in `Plan`."""
+    heads, key_dim = g.shape[1:]
+    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (A_log, dt_bias))
+    flags = (
+        _L2_NORM * s.l2_norm
+        | _GATE * (s.gate == 1)
+        | _BETA_SIGMOID * s.beta_sigmoid
+        | _BETA_FLOAT * (beta.dtype == torch.float32)
+    )
+    kernel(key_dim, g.dtype == torch.float32).launch(
+        (chunks.shape[0] * heads,),
+        q, k, g, beta, A_log, dt_bias, chunks, *out,
+        s.scale, s.lower_bound, -0.5 * s.lower_bound * math.log2(math.e), s.beta_scale,
+        *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), heads, heads // q.shape[1], flags,
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % ALIGNMENT == 0 and all(n * x.element_size() % ALIGNMENT == 0 for n in x.stride()[:2])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""chunk_kda on a GPU with the stages that are CUDA kernels, in bfloat16, against the float64 token loop.
+
+The stages alone: tests/ops/kda/test_kda_cuda.py, which runs on the GPU too. Limits as in test_kda_chunk_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_kda_chunk_gpu import BOUNDED, LOW, check, make, relative_error, run
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+
+from perilune.ops.choice import force
+from perilune.ops.kda import chunk_kda, recurrent_kda_reference
+from perilune.ops.kda.cuda import prepare as stage
+from perilune.ops.kda.triton import launch
+
+
+@pytest.fixture(autouse=True)
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every call takes the CUDA kernel; a test that fell back to Triton would show nothing."""
+    runs = stage.run
+    seen = []
+
+    def counted(*arguments: object) -> None:
+        seen.append(1)
+        runs(*arguments)
+
+    monkeypatch.setattr(launch.cuda_prepare, "run", counted)
+    with force("triton"):
+        yield
+    assert seen, "the CUDA kernel did not run"
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_whole_operation(key_dim: int) -> None:
+    check(make(2, 263, 2, 2, key_dim, 128), **BOUNDED)
+
+
+def test_value_heads_and_packed_sequences() -> None:
+    check(make(1, 500, 2, 4, sequences=4), **BOUNDED, cu_seqlens=torch.tensor([0, 100, 100, 229, 500]))
+
+
+def test_across_segments() -> None:
+    check(make(1, 4500, 1, 1), **BOUNDED)
+
+
+def test_t05_natural_decays_and_unit_scale() -> None:
+    inputs = make(1, 200, 2, 2)
+    del inputs["A_log"], inputs["dt_bias"]
+    inputs["g"] = -5 * torch.sigmoid(inputs["g"].float())
+    inputs["k"] = torch.nn.functional.normalize(inputs["k"].float(), dim=-1).bfloat16()
+    inputs["beta"] = inputs["beta"].float().sigmoid()
+    inputs["beta"][:, ::7] = 0
+    check(inputs, safe_gate=True, scale=1.0)
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_t02_one_key_repeated_for_long(doubled: bool) -> None:
+    inputs = make(1, 16_384, 1, 1)
+    inputs["k"][:] = inputs["k"][:, :1]
+    inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
+    options = BOUNDED | {"allow_neg_eigval": doubled, "output_final_state": True}
+    with torch.no_grad():
+        truth, state = recurrent_kda_reference(**{n: x.double() for n, x in inputs.items()}, **options)
+        o, final = chunk_kda(**inputs, **options)
+    limit = 1e-1 if doubled else 2e-2  # nothing is forgotten: bfloat16 operands round 256 times on the way
+    assert relative_error(o, truth) < limit and relative_error(final, state) < limit
+
+
+def test_the_same_bits_every_time() -> None:
+    inputs = make(1, 4096, 4, 8)
+    with torch.no_grad():
+        first = chunk_kda(**inputs, **BOUNDED)[0]
+        assert all(torch.equal(first, chunk_kda(**inputs, **BOUNDED)[0]) for _ in range(20))
+
+
+def test_t01_later_tokens_do_not_move_earlier_ones() -> None:
+    first = make(1, 256, 2, 2)
+    second = {n: x.clone() for n, x in first.items()}
+    for name in LOW:
+        second[name][:, 200:] = torch.randn_like(second[name][:, 200:])
+    with torch.no_grad():
+        a, b = (chunk_kda(**x, **BOUNDED)[0][:, :200] for x in (first, second))
+    assert torch.equal(a, b)
+
+
+def test_a_stream_and_a_graph() -> None:
+    """The launch joins torch's current stream, and a captured graph replays it on new inputs."""
+    inputs = make(1, 300, 2, 2)
+    with torch.no_grad():
+        expected = chunk_kda(**inputs, **BOUNDED)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = chunk_kda(**inputs, **BOUNDED)[0]
+        for x in inputs.values():
+            x.mul_(0.5)
+        graph.replay()
+        halved = o.clone()
+        assert torch.equal(halved, chunk_kda(**inputs, **BOUNDED)[0]) and not torch.equal(halved, expected)
+
+
+def test_gradients_are_repeatable() -> None:
+    inputs = make(1, 500, 2, 4)
+    first, second = run(chunk_kda, inputs, **BOUNDED), run(chunk_kda, inputs, **BOUNDED)
+    assert all(torch.equal(first[n], second[n]) for n in first)

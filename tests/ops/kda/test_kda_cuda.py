@@ -1,0 +1,193 @@
+"""`prepare` as a CUDA kernel against its definition in float64: emulated on every machine, on the GPU where there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+
+from prepare_oracle import CHUNK, Inputs, errors, expected, inputs, setting
+
+from perilune.ops.cuda import emulated, emulator
+from perilune.ops.kda.cuda import prepare as stage
+from perilune.ops.kda.triton.launch import Prepared, Setting
+
+LIMITS = {"Qd": 2.2e-3, "Kd": 2.2e-3, "Kr": 2.2e-3, "P": 4e-3, "A": 3e-3, "gamma": 1e-5}  # bfloat16: 2^-9 each
+GUARD = 4096  # elements on either side of an output, NaN
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cpu" and (reason := emulator.missing()):
+        pytest.skip(reason)
+    with emulated():
+        yield request.param
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """An output of NaN between guards of NaN; and the whole."""
+    size = math.prod(shape)
+    whole = torch.full((size + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
+    return whole[GUARD : GUARD + size].view(shape), whole
+
+
+def run(x: Inputs, s: Setting, device: str) -> Prepared:
+    """Run the kernel; everything is written, and nothing beside it."""
+    x = x.to(device)
+    assert stage.unsuitable(x.q, x.k, x.g, x.beta, s) is None
+    chunks, (heads, key_dim) = len(x.chunks), x.g.shape[1:]
+    square, rows = (chunks, heads, CHUNK, CHUNK), (chunks, heads, CHUNK, key_dim)
+    made = [guarded(shape, torch.bfloat16, device) for shape in (rows, rows, rows, square, square)]
+    made.append(guarded((chunks, heads, key_dim), torch.float32, device))
+    out = Prepared(*(view for view, _ in made))
+    stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out)
+    for view, whole in made:
+        assert whole.isnan().sum() == whole.numel() - view.numel() + view.isnan().sum()
+        assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), "wrote beside an output"
+    return out
+
+
+def check(x: Inputs, s: Setting, device: str, **limits: float) -> None:
+    found = errors(run(x, s, device), expected(x, s))
+    allowed = LIMITS | limits
+    assert all(error <= allowed[name] for name, error in found.items()), found
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(64, 37), (1, 16, 33, 32, 63)])
+def test_ragged_chunks(key_dim: int, lengths: tuple[int, ...], device: str) -> None:
+    check(inputs(lengths, key_dim=key_dim), setting(), device)
+
+
+def test_value_heads_share_a_key_head(device: str) -> None:
+    check(inputs(qk_heads=2, heads=6), setting(), device)
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1.0, 128**-0.5])
+def test_t05_t09_values_taken_as_they_are(key_dim: int, scale: float, device: str) -> None:
+    """Natural logarithms in float32, no norm, no sigmoid."""
+    x = inputs(key_dim=key_dim)
+    x.g = -5 * torch.sigmoid(x.g.float())
+    x.k = torch.nn.functional.normalize(x.k.float(), dim=-1).bfloat16()
+    x.beta = x.beta.float().sigmoid()
+    check(x, setting(gate=0, l2_norm=False, beta_sigmoid=False, scale=scale), device)
+
+
+def test_without_rate_and_bias(device: str) -> None:
+    check(replace(inputs(), A_log=None, dt_bias=None), setting(lower_bound=-1.5), device)
+
+
+def test_parameters_in_bfloat16(device: str) -> None:
+    x = inputs()
+    assert x.A_log is not None and x.dt_bias is not None
+    x.A_log, x.dt_bias = x.A_log.bfloat16(), x.dt_bias.bfloat16()
+    check(x, setting(), device)
+
+
+@pytest.mark.parametrize("logit", [-40.0, -9.0, 40.0])
+def test_gates_at_their_ends(logit: float, device: str) -> None:
+    """Open: nothing is forgotten. Closed, e^-5 a step: 64 steps are far beyond the range of a float."""
+    x = inputs()
+    x.g = torch.full_like(x.g, logit)
+    check(x, setting(), device)
+
+
+def test_half_the_channels_closed(device: str) -> None:
+    x = inputs()
+    x.g[..., ::2], x.g[..., 1::2] = -40.0, 40.0
+    check(x, setting(), device)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("keys", ["one", "correlated"])
+def test_t02_keys_that_hardly_differ(keys: str, scale: float, device: str) -> None:
+    """beta near 1, and near 2, where terms of a series would grow like binomials."""
+    x = inputs()
+    x.k = x.k[:1].expand_as(x.k).contiguous() if keys == "one" else (x.k[:1] + 0.3 * x.k).contiguous()
+    x.g, x.beta = torch.full_like(x.g, -12.0), torch.full_like(x.beta, 8.0)
+    # At beta 2 the inverse of a repeated key does not decay: what rounding the keys to bfloat16 moves stays in it.
+    check(x, setting(beta_scale=scale), device, A=1e-2 if scale == 1 else 1.5e-1)
+
+
+def test_beta_of_zero(device: str) -> None:
+    """Never exactly 0, for the gradient's sake; and negative ones."""
+    x = inputs()
+    x.k = torch.nn.functional.normalize(x.k.float(), dim=-1).bfloat16()
+    x.beta = torch.linspace(-1, 1, x.beta.numel()).view_as(x.beta)
+    x.beta[::7] = 0
+    check(x, setting(beta_sigmoid=False), device)
+    out = run(x, setting(beta_sigmoid=False), device)
+    assert float(out.A[0, 0, 7, 7]) > 0
+
+
+def test_t01_later_tokens_do_not_move_earlier_rows(device: str) -> None:
+    for at in (5, 20, 32, 50):
+        x, y = inputs((64,)), inputs((64,))
+        for name in ("q", "k", "g", "beta"):
+            getattr(y, name)[at:] = -3 * getattr(y, name)[at:]
+        a, b = run(x, setting(), device), run(y, setting(), device)
+        for name in ("Qd", "Kd", "P", "A"):
+            assert torch.equal(getattr(a, name)[:, :, :at], getattr(b, name)[:, :, :at]), (at, name)
+
+
+def test_a_nan_does_not_reach_earlier_blocks_or_other_chunks(device: str) -> None:
+    for name in ("q", "k", "g", "beta"):
+        x = inputs()
+        getattr(x, name)[40] = float("nan")
+        out = run(x, setting(), device)
+        assert all(torch.isfinite(t[1]).all() for t in out), name
+        rows = (out.Qd, out.Kd, out.P) if name == "beta" else (out.Qd, out.Kd, out.P, out.A)  # beta scales A's columns
+        assert all(torch.isfinite(t[0, :, :32]).all() for t in rows), name
+        hit = {"q": out.Qd, "k": out.Kd, "g": out.Kd, "beta": out.A}[name]
+        assert hit[0, :, 40].isnan().any(), name
+
+
+def test_strided_inputs_between_nan(device: str) -> None:
+    x = inputs()
+    tokens, heads, dim = x.g.shape
+    packed = torch.full((tokens, heads, 3 * dim + 64), float("nan"), dtype=torch.bfloat16)
+    y = replace(
+        x,
+        q=packed[:, :1, 8 : 8 + dim],
+        k=packed[:, :1, 8 + dim : 8 + 2 * dim],
+        g=packed[..., 16 + 2 * dim : 16 + 3 * dim],
+    )
+    for name in ("q", "k", "g"):
+        getattr(y, name).copy_(getattr(x, name))
+    assert all(torch.equal(a, b) for a, b in zip(run(x, setting(), device), run(y, setting(), device), strict=True))
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_no_barrier_is_missing(key_dim: int) -> None:
+    """Warps and lanes in the other order: the same bits."""
+    if reason := emulator.missing():
+        pytest.skip(reason)
+    x = inputs(key_dim=key_dim)
+    with emulated():
+        first = run(x, setting(), "cpu")
+    with emulated(backwards=True):
+        second = run(x, setting(), "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_it_does_not_take() -> None:
+    x, s = inputs(), setting()
+    with emulated():
+        for changed, given, word in (
+            (replace(x, q=x.q.half()), s, "bfloat16"),
+            (replace(x, beta=x.beta.double()), s, "beta"),
+            (replace(x, q=x.q[..., :48], k=x.k[..., :48]), s, "64 or 128"),
+            (replace(x, q=torch.zeros(101, 1, 132, dtype=torch.bfloat16)[..., 4:]), s, "16 bytes"),
+            (x, setting(bounded=False), "bounded"),
+        ):
+            reason = stage.unsuitable(changed.q, changed.k, changed.g, changed.beta, given)
+            assert reason is not None and word in reason
+    reason = stage.unsuitable(x.q, x.k, x.g, x.beta, s)
+    assert reason is not None and "cpu" in reason
