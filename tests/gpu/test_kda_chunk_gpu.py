@@ -16,12 +16,13 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference, select
+from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.triton import configs, launch, plan
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 LOW = ("q", "k", "v", "g", "beta")
-LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_A_log": 4e-2, "d_dt_bias": 4e-2}  # every other gradient: 6e-3
+LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every other gradient: 6e-3
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,8 @@ def _triton() -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["", "version_2"])
 def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the parallel stages; see docs/kernels-log.md."""
+    """Both Triton forms of the parallel stages; see docs/kernels-log.md."""
+    monkeypatch.setattr(cuda_backward, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
     monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
     monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
 
@@ -84,12 +86,27 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     return float((got.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
+def errors_of(got: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors; those of A_log and dt_bias relative to what adds up to them, which may cancel to almost nothing."""
+    errors = {n: relative_error(got[n], truth[n]) for n in truth}
+    if "d_dt_bias" in truth:
+        d_logit, logit = truth["d_g"], inputs["g"].double() + inputs["dt_bias"].double().view(*inputs["g"].shape[2:])
+        parts = {"d_dt_bias": d_logit, "d_A_log": d_logit * logit}
+        for name, part in parts.items():
+            errors[name] = float((got[name].double() - truth[name]).norm() / part.norm().clamp_min(1e-30))
+    return errors
+
+
+def as_text(errors: dict[str, float]) -> str:
+    """Pytest cuts a dictionary short."""
+    return " ".join(f"{n} {e:.1e}" for n, e in errors.items())
+
+
 def check(inputs: dict[str, Tensor], limits: dict[str, float] | None = None, **options: Any) -> None:
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **options)
-    got = run(chunk_kda, inputs, **options)
-    errors = {n: relative_error(got[n], truth[n]) for n in truth}
+    errors = errors_of(run(chunk_kda, inputs, **options), truth, inputs)
     limits = LIMITS if limits is None else limits
-    assert all(error <= limits.get(n, 6e-3) for n, error in errors.items()), errors
+    assert all(error <= limits.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
 
 
 def test_it_is_these_kernels_that_run() -> None:
@@ -162,7 +179,7 @@ def test_t05_wide_summaries(settings: dict[str, int], monkeypatch: pytest.Monkey
     plan.plan.cache_clear()
     inputs = make(1, 1100, 1, 1)
     inputs["g"] -= 8  # or nothing would pass from one segment to the next
-    check(inputs, {"o": 6e-3, "d_g": 2e-2, "d_A_log": 5e-2, "d_dt_bias": 5e-2}, **BOUNDED)
+    check(inputs, {"o": 6e-3, "d_g": 2e-2, "d_A_log": 2e-2, "d_dt_bias": 2e-2}, **BOUNDED)
     plan.plan.cache_clear()
 
 
@@ -182,8 +199,8 @@ def test_no_less_accurate_than_fla_core(versions: None) -> None:
     inputs = make(1, 1024, 8, 8)
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **BOUNDED)
     mine, theirs = run(chunk_kda, inputs, **BOUNDED), run(fla.chunk_kda, inputs, **BOUNDED)
-    errors = {n: (relative_error(mine[n], truth[n]), relative_error(theirs[n], truth[n])) for n in truth}
-    assert all(a <= 1.05 * b for a, b in errors.values()), errors
+    ours, peers = errors_of(mine, truth, inputs), errors_of(theirs, truth, inputs)
+    assert all(ours[n] <= 1.05 * peers[n] for n in truth), f"{as_text(ours)}, fla-core: {as_text(peers)}"
 
 
 def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
@@ -200,17 +217,16 @@ def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_for_long(doubled: bool, versions: None) -> None:
+def test_t02_one_key_repeated_for_long(versions: None) -> None:
     inputs = make(1, 16_384, 1, 1)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
-    options = BOUNDED | {"allow_neg_eigval": doubled, "output_final_state": True}
+    options = BOUNDED | {"output_final_state": True}
     with torch.no_grad():
         truth, state = recurrent_kda_reference(**{n: x.double() for n, x in inputs.items()}, **options)
         o, final = chunk_kda(**inputs, **options)
-    limit = 1e-1 if doubled else 2e-2  # nothing is forgotten: bfloat16 operands round 256 times on the way
-    assert relative_error(o, truth) < limit and relative_error(final, state) < limit
+    # nothing is forgotten: bfloat16 operands round 256 times on the way
+    assert relative_error(o, truth) < 2e-2 and relative_error(final, state) < 2e-2
     leaves = {n: x.requires_grad_() for n, x in inputs.items()}
     gradients = torch.autograd.grad(chunk_kda(**leaves, **options)[0].float().sum(), list(leaves.values()))
     assert all(torch.isfinite(g).all() for g in gradients)
