@@ -26,7 +26,8 @@ LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every
 
 
 @pytest.fixture(autouse=True)
-def _triton() -> Iterator[None]:
+def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda_backward, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
     with force("triton"):
         yield
 
@@ -34,7 +35,6 @@ def _triton() -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["", "version_2"])
 def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both Triton forms of the parallel stages; see docs/kernels-log.md."""
-    monkeypatch.setattr(cuda_backward, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
     monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
     monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
 

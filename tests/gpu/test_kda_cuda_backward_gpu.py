@@ -103,6 +103,17 @@ def test_values_taken_as_they_are() -> None:
     assert all(e <= 1e-2 for e in found.values()), as_text(found)
 
 
+def test_no_less_accurate_than_fla_core() -> None:
+    """On the same inputs, relative to float64: within 1.05 times the peer's error, tensor by tensor."""
+    fla = pytest.importorskip("fla.ops.kda", reason="fla-core is not installed")
+    inputs = make(1, 1024, 8, 8)
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **BOUNDED)
+    mine = errors_of(run(chunk_kda, inputs, **BOUNDED), truth, inputs)
+    peer = errors_of(run(fla.chunk_kda, inputs, **BOUNDED), truth, inputs)
+    print(f"{as_text(mine)}; fla-core: {as_text(peer)}", flush=True)
+    assert all(mine[n] <= 1.05 * peer[n] for n in truth), f"{as_text(mine)}; fla-core: {as_text(peer)}"
+
+
 def test_repeatable_and_every_element_written() -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
