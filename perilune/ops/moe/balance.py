@@ -21,6 +21,9 @@ class NoBalance(Balancer):
     def reset(self) -> None:
         """There is nothing to forget."""
 
+    def _move(self, device: torch.device) -> None:
+        """There is nothing to move."""
+
     def _add(
         self, scores_NE: Tensor, cutoff_N: Tensor, valid_N: Tensor | None, counts_E: Tensor, bias_E: Tensor
     ) -> None:
@@ -54,6 +57,9 @@ class SignBias(Balancer):
     def reset(self) -> None:
         """Forget the loads."""
         self.load_E: Tensor | None = None
+
+    def _move(self, device: torch.device) -> None:
+        self.load_E = None if self.load_E is None else self.load_E.to(device)
 
     def _add(self, scores_NE, cutoff_N, valid_N, counts_E, bias_E) -> None:
         load_E = counts_E.to(torch.int64)

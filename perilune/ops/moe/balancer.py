@@ -70,11 +70,13 @@ class Balancer(ABC):
         """
         if in_recompute():
             return
+        self._move(scores_NE.device)  # the model may have been moved since the last micro-batch
         self._add(scores_NE, cutoff_N, valid_N, counts_E, bias_E)
 
     @torch.no_grad()
     def update(self, bias_E: Tensor) -> Tensor:
         """Return the next bias `[E]` and forget the step. Without a token seen, the bias stays as it is."""
+        self._move(bias_E.device)
         new_E = self._next(bias_E)
         if self.ema:
             new_E = self.ema * bias_E + (1 - self.ema) * new_E
@@ -98,6 +100,10 @@ class Balancer(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget what was seen since the last update."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Bring what was seen to a device."""
 
     @abstractmethod
     def _add(

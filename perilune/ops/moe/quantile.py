@@ -16,12 +16,17 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 from perilune.ops.moe.balancer import Balancer, centred
+from perilune.ops.triton.available import choose as choose_triton
 
 
 def select(scores_NE: Tensor) -> Choice:
     """Return which implementation accumulates the histogram for these scores, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if (choice := choose_triton(scores_NE)) is not None:
+        if choice.implementation == "triton" and scores_NE.dtype != torch.float32:
+            return Choice("torch", "the histogram's kernel takes float32")
+        return choice
     reason = native.why_not(scores_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: no [N, E] temporaries")
 
@@ -50,6 +55,10 @@ class QuantileHistogram(Balancer):
         self.count_EB: Tensor | None = None  # int32 [E, B]: tokens whose required bias falls in each bin
         self.bias_E: Tensor | None = None  # the bias that fixes the range of this step's histogram
 
+    def _move(self, device: torch.device) -> None:
+        if self.count_EB is not None:
+            self.count_EB, self.bias_E = self.count_EB.to(device), self.bias_E.to(device)
+
     def bounds(self, bias_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (lower edge, bin width) of the histogram under this bias, as fp32 (fp64) scalars."""
         low = bias_E.min() - 1
@@ -59,11 +68,15 @@ class QuantileHistogram(Balancer):
         if self.count_EB is None:
             shape = (self.num_experts, self.bins)
             self.count_EB = torch.zeros(shape, dtype=torch.int32, device=scores_NE.device)
-            self.bias_E = bias_E.detach().clone()
-        elif self.count_EB.device != scores_NE.device:  # the model was moved since the last micro-batch
-            self.count_EB, self.bias_E = self.count_EB.to(scores_NE.device), self.bias_E.to(scores_NE.device)
+            self.bias_E = bias_E.detach().to(scores_NE.device, copy=True)
+        implementation = select(scores_NE).implementation
+        if implementation == "triton":
+            from perilune.ops.moe.triton.histogram import histogram_add
+
+            histogram_add(self.count_EB, scores_NE, cutoff_N, valid_N, self.bias_E.to(scores_NE.dtype))
+            return
         low, width = self.bounds(self.bias_E.to(scores_NE.dtype))
-        if select(scores_NE).implementation == "native":
+        if implementation == "native":
             native.histogram_add(self.count_EB, scores_NE, cutoff_N, valid_N, float(low), float(1 / width))
             return
         if valid_N is not None:
@@ -114,6 +127,10 @@ class _Margins(Balancer):
         """Forget the margins."""
         self.scores: list[Tensor] = []
         self.cutoffs: list[Tensor] = []
+
+    def _move(self, device: torch.device) -> None:
+        self.scores = [scores_NE.to(device) for scores_NE in self.scores]
+        self.cutoffs = [cutoff_N.to(device) for cutoff_N in self.cutoffs]
 
     def _add(self, scores_NE, cutoff_N, valid_N, counts_E, bias_E) -> None:
         kept = slice(None) if valid_N is None else valid_N

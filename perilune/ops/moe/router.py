@@ -19,6 +19,7 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
+from perilune.ops.triton.available import choose as choose_triton
 
 SUM_FLOOR = 1e-20  # keeps the renormalisation finite when every chosen score underflows to zero
 
@@ -31,18 +32,34 @@ class Routing(NamedTuple):
         weight_NA: `[N, A]` mixing weights in the logits' dtype; the only part that carries a gradient.
         scores_NE: `[N, E]` unbiased sigmoid scores, detached.
         cutoff_N: `[N]` the (A+1)-th largest biased score, detached.
+        counts_E: int64 `[E]`, tokens that chose each expert, where the routing counts them on its way; `counts` has them
+            in any case.
     """
 
     index_NA: Tensor
     weight_NA: Tensor
     scores_NE: Tensor
     cutoff_N: Tensor
+    counts_E: Tensor | None = None
+
+    def counts(self) -> Tensor:
+        """Return int64 `[E]`, the tokens that chose each expert."""
+        if self.counts_E is not None:
+            return self.counts_E
+        return torch.bincount(self.index_NA.flatten(), minlength=self.scores_NE.shape[-1])
 
 
-def select(logits_NE: Tensor) -> Choice:
+def select(logits_NE: Tensor, k: int) -> Choice:
     """Return which implementation `route` takes for these logits, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if (choice := choose_triton(logits_NE)) is not None:
+        if choice.implementation != "triton":
+            return choice
+        from perilune.ops.moe.triton.router import obstacle
+
+        reason = obstacle(logits_NE, k)
+        return choice if reason is None else Choice("torch", f"a stable sort: {reason}")
     reason = native.why_not(logits_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: one pass instead of a full top-k")
 
@@ -73,7 +90,10 @@ def route(
     assert bias_E.shape == (experts,), f"bias {tuple(bias_E.shape)} for {experts} experts"
     if bias_E.dtype is not logits_NE.dtype:
         bias_E = bias_E.to(logits_NE.dtype)
-    if select(logits_NE).implementation == "native":
+    implementation = select(logits_NE, k).implementation
+    if implementation == "triton":
+        return Routing(*_TritonRoute.apply(logits_NE, bias_E, k, renormalize, scaling_factor))
+    if implementation == "native":
         tracked = torch.is_grad_enabled() and logits_NE.requires_grad  # an untracked apply costs more than the routing
         function = _NativeRoute.apply if tracked else native.route
         return Routing(*function(logits_NE, bias_E, k, renormalize, scaling_factor))
@@ -106,3 +126,27 @@ class _NativeRoute(torch.autograd.Function):
         index_NA, scores_NE = ctx.saved_tensors
         dlogits_NE = native.route_backward(scores_NE, index_NA, dweight_NA, ctx.renormalize, ctx.scaling_factor)
         return dlogits_NE, None, None, None, None
+
+
+class _TritonRoute(torch.autograd.Function):
+    """One launch each way."""
+
+    @staticmethod
+    def forward(ctx, logits_NE, bias_E, k, renormalize, scaling_factor):
+        from perilune.ops.moe.triton.router import route
+
+        index_NA, weight_NA, scores_NE, cutoff_N, counts_E = route(
+            logits_NE, bias_E, k, renormalize, scaling_factor, SUM_FLOOR
+        )
+        ctx.save_for_backward(index_NA, scores_NE)
+        ctx.options = renormalize, scaling_factor, SUM_FLOOR
+        ctx.mark_non_differentiable(index_NA, scores_NE, cutoff_N, counts_E)
+        return index_NA, weight_NA, scores_NE, cutoff_N, counts_E
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _index, dweight_NA, *_):
+        from perilune.ops.moe.triton.router import route_backward
+
+        index_NA, scores_NE = ctx.saved_tensors
+        return route_backward(scores_NE, index_NA, dweight_NA, *ctx.options), None, None, None, None

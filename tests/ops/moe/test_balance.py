@@ -149,7 +149,7 @@ def test_t10_any_sharding_gives_the_same_bias_bitwise(rule, implementation):
     with force(implementation):
         watch(whole, routing, bias_E, valid_N)
         for piece, rows in enumerate(torch.randperm(tokens).split(379)):  # micro-batches on 5 ranks, out of order
-            part = router.Routing(*(x[rows] for x in routing))
+            part = router.Routing(*(x[rows] for x in routing[:4]))
             watch(sums[piece % 5], part, bias_E, valid_N[rows])
     total = sums[3]
     for other in (0, 4, 2, 1):

@@ -108,7 +108,7 @@ def test_gradcheck_in_float64():
     logits_NE = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     bias_E = torch.randn(7, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: router.route(x, bias_E, 3).weight_NA, (logits_NE,))
-    assert router.select(logits_NE).implementation == "torch"
+    assert router.select(logits_NE, 2).implementation == "torch"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
