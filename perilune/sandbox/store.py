@@ -1,6 +1,7 @@
 """The snapshot store: blobs named by their hash, and snapshots that name the blobs they need.
 
-    blobs/ab/cdef…       pieces of files (64 KiB; a piece of zeros is not stored) and layers (JSON lists of entries)
+    blobs/ab/cdef…       pieces of files (64 KiB; a piece of zeros is not stored), packs of memory pages (`pages.py`), and layers: JSON
+                         lists of entries of files, or a JSON object of a machine whose "needs" are all blobs that it is made of
     snapshots/ID.json    written last; a snapshot exists once its file does. Its last line is the hash of the rest.
     usage                bytes of all blobs, so that the limit holds for all processes together
     lock                 shared while a snapshot is written, exclusive while blobs are collected
@@ -12,19 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.guest import layer, linux
-from perilune.sandbox.protocol import StoreDamaged, StoreFull
+from perilune.sandbox.protocol import NoSuchSandbox, StoreDamaged, StoreFull
+
+if TYPE_CHECKING:
+    from perilune.sandbox.pages import Packs
 
 FORMAT = 1
 SYNCS = ("none", "batch", "full")
@@ -86,10 +91,15 @@ class Batch:
             StoreFull: it would pass the store's limit, or the disk is full.
         """
         name = layer.digest(data)
+        self.put_named(name, data)
+        return name
+
+    def put_named(self, name: str, data: bytes) -> None:
+        """Store a blob whose name is known, which may be a pack's. Raises as `put`."""
         path = f"{self.store.root}/blobs/{name[:2]}/{name[2:]}"
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_size == len(data):
-                return name
+                return
         size = max(len(data), SMALL)
         if self.credit < size:
             self._borrow(size)
@@ -97,7 +107,6 @@ class Batch:
         self.store.write_file(path, data)
         self.new_bytes += len(data)
         self.fresh.append(path)
-        return name
 
     def _borrow(self, size: int) -> None:
         """Count bytes against the limit ahead of their use, so that not every blob takes the lock."""
@@ -143,6 +152,13 @@ class Store:
             (root / name).mkdir(parents=True, exist_ok=True)
         os.chmod(root, 0o700)
         self._folders: set[str] = set()
+
+    @functools.cached_property
+    def packs(self) -> Packs:
+        """Memory pages in this store."""
+        from perilune.sandbox.pages import Packs  # With it comes NumPy, which files do without.
+
+        return Packs(self.root / "blobs")
 
     def blob_path(self, name: str) -> Path:
         """Where a blob lies."""
@@ -222,14 +238,21 @@ class Store:
     def read(self, name: str) -> bytes:
         """A blob's content, checked. Raises StoreDamaged, naming the blob."""
         try:
-            return layer.load(str(self.root / "blobs"), name)
+            data = self.blob_path(_blob_name(name)).read_bytes()
+        except FileNotFoundError:
+            raise StoreDamaged(f"snapshot store {self.root}: blob {name} is missing") from None
         except ValueError as error:
             raise StoreDamaged(f"snapshot store {self.root}: {error}") from None
+        if not is_named(name, data):
+            raise StoreDamaged(f"snapshot store {self.root}: blob {name} is corrupt: its content has another hash")
+        return data
 
     def read_layer(self, name: str) -> list[dict[str, Any]]:
-        """The entries of a layer, checked. Raises StoreDamaged."""
+        """The entries of a layer of files, checked. Raises StoreDamaged."""
         try:
             entries = json.loads(self.read(name))
+            if not isinstance(entries, list):
+                raise ValueError("it is a machine")
             for entry in entries:
                 layer.check(entry)
         except (ValueError, TypeError) as error:
@@ -244,18 +267,10 @@ class Store:
         """A snapshot's record. Raises SandboxError for an unknown name, StoreDamaged for a record that is not whole."""
         path = self.snapshot_path(name)
         try:
-            body, checksum, rest = path.read_bytes().split(b"\n")
-            if rest or layer.digest(body) != checksum.decode():
-                raise ValueError("its checksum does not fit")
-            values = json.loads(body)
-            if values.get("format") != FORMAT:
-                raise ValueError(f"it has format {values.get('format')}, this version reads {FORMAT}")
-            return Snapshot(**values)
+            return _parse(path.read_bytes(), f"snapshot {name} ({path})")
         except FileNotFoundError:
             known = ", ".join(self.snapshots()[:8]) or "none"
-            raise SandboxError(f"there is no snapshot {name!r} in {self.root}; there are: {known}") from None
-        except (ValueError, TypeError) as error:
-            raise StoreDamaged(f"snapshot {name} ({path}) is damaged: {error}") from None
+            raise NoSuchSandbox(f"there is no snapshot {name!r} in {self.root}; there are: {known}") from None
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """A second snapshot of the same content, with its own life; no content is written."""
@@ -265,7 +280,21 @@ class Store:
             batch.publish(made)
             return made
 
+    def read_machine(self, name: str) -> dict[str, Any]:
+        """The description of a saved machine, as its driver wrote it. Raises StoreDamaged."""
+        try:
+            found = json.loads(self.read(name))
+            if not isinstance(found, dict) or not isinstance(found["needs"], list):
+                raise ValueError("it is no object with a list of needs")
+            for blob in found["needs"]:
+                _blob_name(blob)
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreDamaged(f"snapshot store {self.root}: layer {name} is no saved machine: {error}") from None
+        return found
+
     def _needs(self, snapshot: Snapshot) -> set[str]:
+        if snapshot.contains == "machine":
+            return {snapshot.layer, *self.read_machine(snapshot.layer)["needs"]}
         entries = self.read_layer(snapshot.layer)
         return {snapshot.layer} | {name for entry in entries for name in entry.get("chunks", ()) if name is not None}
 
@@ -290,7 +319,7 @@ class Store:
             paths = [self.snapshot_path(name) for name in names]
             for name, path in zip(names, paths):
                 if not path.exists():
-                    raise SandboxError(f"there is no snapshot {name!r} in {self.root}")
+                    raise NoSuchSandbox(f"there is no snapshot {name!r} in {self.root}")
             for path in paths:
                 path.unlink()
         return self.collect()
@@ -315,6 +344,45 @@ class Store:
                 os.pwrite(fd, b"%-31d" % kept, 0)
             return freed
 
+    def export(self, name: str) -> bytes:
+        """The record of a snapshot as `import_snapshot` takes it. Raises as `snapshot`."""
+        self.snapshot(name)
+        return self.snapshot_path(name).read_bytes()
+
+    def missing(self, name: str) -> set[str]:
+        """Blobs that a snapshot needs and that are not here; the layer alone while that is missing. Raises as `snapshot`."""
+        snapshot = self.snapshot(name)
+        if not self.blob_path(snapshot.layer).exists():
+            return {snapshot.layer}
+        return {blob for blob in self._needs(snapshot) if not self.blob_path(blob).exists()}
+
+    def import_snapshot(self, record: bytes, fetch: Callable[[str], bytes]) -> Snapshot:
+        """Take over a snapshot of another store: each blob that is not here is fetched and checked, then the snapshot exists.
+
+        Args:
+            record: from the other store's `export`.
+            fetch: gives the content of a blob by its name.
+
+        Raises:
+            StoreDamaged: the record or a blob is not what its hash says; nothing was published.
+            StoreFull: it does not fit.
+        """
+        snapshot = _parse(record, "a record that was sent here")
+        with self.writing() as batch:
+            self._fetch(snapshot.layer, batch, fetch)
+            for blob in sorted(self._needs(snapshot)):
+                self._fetch(blob, batch, fetch)
+            batch.publish(snapshot)
+        return snapshot
+
+    def _fetch(self, name: str, batch: Batch, fetch: Callable[[str], bytes]) -> None:
+        if self.blob_path(_blob_name(name)).exists():
+            return
+        data = fetch(name)
+        if not is_named(name, data):
+            raise StoreDamaged(f"snapshot store {self.root}: what was fetched as blob {name} has another hash")
+        batch.put_named(name, data)
+
     def _blob_paths(self) -> Iterator[Path]:
         for folder in (self.root / "blobs").iterdir():
             yield from folder.iterdir()
@@ -335,6 +403,35 @@ class Store:
                 except SandboxError as error:
                     found.append(f"{name}: {error}")
         return found
+
+
+def is_named(name: str, data: bytes) -> bool:
+    """Whether a blob with this content has this name."""
+    if layer.digest(data) == name:
+        return True
+    from perilune.sandbox.pages import pack_name
+
+    return pack_name(data) == name
+
+
+def _blob_name(name: Any) -> str:
+    if not isinstance(name, str) or len(name) != 64 or not set(name) <= set("0123456789abcdef"):
+        raise ValueError(f"{name!r} is no blob's name")
+    return name
+
+
+def _parse(record: bytes, what: str) -> Snapshot:
+    """A snapshot's record. Raises StoreDamaged."""
+    try:
+        body, checksum, rest = record.split(b"\n")
+        if rest or layer.digest(body) != checksum.decode():
+            raise ValueError("its checksum does not fit")
+        values = json.loads(body)
+        if values.get("format") != FORMAT:
+            raise ValueError(f"it has format {values.get('format')}, this version reads {FORMAT}")
+        return Snapshot(**values)
+    except (ValueError, TypeError) as error:
+        raise StoreDamaged(f"{what} is damaged: {error}") from None
 
 
 def _sync_folder(path: str | Path) -> None:

@@ -155,3 +155,17 @@ def _build(root: Path) -> None:
 def _copy_readable(source: str, target: str) -> None:
     with contextlib.suppress(PermissionError):
         shutil.copyfile(source, target)
+
+
+def first_difference(recorded: str, wanted: str) -> tuple[str, str, str]:
+    """Name and both values of the first part in which two template hashes differ.
+
+    A machine's is a line of `name=value` parts (how it runs, kernel, image, memory); any other is one part, "template_hash".
+    """
+    parts = [
+        dict(part.partition("=")[::2] for part in text.split()) if "=" in text else {} for text in (recorded, wanted)
+    ]
+    for name in parts[1]:
+        if parts[0].get(name) != parts[1][name]:
+            return name, parts[0].get(name, ""), parts[1][name]
+    return "template_hash", recorded, wanted

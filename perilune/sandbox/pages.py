@@ -1,0 +1,286 @@
+"""Memory in the snapshot store: 4 KiB pages named by their content, kept in packs; a table says which page of a guest lies where.
+
+A pack is a blob: `MAGIC`, the count of pages, their names, the pages. The blob's name is the hash of everything before the pages, and that
+holds their names, so a page is checked against its own name and never hashed twice. A table is a blob of three columns of 32-bit numbers:
+page number of the guest, pack (an index into the list beside the table), place in it. Pages of zeros are in no pack (`ZERO`).
+
+Names are SHA-256, 128 bits of it: with the processor's instructions for it half the time of BLAKE2b, and naming pages is what a checkpoint
+mostly does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.sandbox.protocol import Look, StoreDamaged
+
+if TYPE_CHECKING:
+    from perilune.sandbox.store import Batch
+
+PAGE, NAME = 4096, 16
+MAGIC = b"PERILUNE PAGES 1"
+PACK_PAGES = 256
+ZERO = 0xFFFFFFFF
+"""In a table's pack column: the page holds zeros."""
+LEAST_USE = 0.5
+"""Share of a pack that a table uses at least; of one that it uses less of, the pages are stored again, so that the old pack can go."""
+
+Numbers = NDArray[np.uint32]
+Pages = NDArray[np.uint8]
+"""[pages, 4096]"""
+
+
+def page_names(pages: Pages) -> list[bytes]:
+    """The name of each page."""
+    view, sha = memoryview(pages.reshape(-1)), hashlib.sha256
+    return [sha(view[at : at + PAGE]).digest()[:NAME] for at in range(0, len(view), PAGE)]
+
+
+def _head(names: Sequence[bytes]) -> bytes:
+    return MAGIC + len(names).to_bytes(4, "little") + b"".join(names)
+
+
+def pack_name(data: bytes | memoryview) -> str | None:
+    """The name of a pack with this content, or None if it is no whole pack."""
+    count = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+    head = len(MAGIC) + 4 + count * NAME
+    if data[: len(MAGIC)] != MAGIC or len(data) != head + count * PAGE:
+        return None
+    names = page_names(np.frombuffer(data, np.uint8, count * PAGE, head).reshape(-1, PAGE))
+    return hashlib.sha256(data[:head]).hexdigest() if _head(names) == data[:head] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where each page of a memory lies; sorted by number.
+
+    Attributes:
+        number: [n] page numbers of the guest.
+        pack: [n] indices into `packs`, or ZERO.
+        place: [n] places in the pack.
+        packs: names of blobs.
+    """
+
+    number: Numbers
+    pack: Numbers
+    place: Numbers
+    packs: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        """As a blob; `packs` is kept beside it."""
+        return np.stack([self.number, self.pack, self.place]).astype("<u4").tobytes()
+
+    @staticmethod
+    def decode(data: bytes, packs: Sequence[str]) -> Table:
+        """The table of a blob. Raises ValueError for a malformed one."""
+        if len(data) % 12:
+            raise ValueError(f"a table of {len(data)} bytes")
+        number, pack, place = np.frombuffer(data, "<u4").reshape(3, -1).astype(np.uint32)
+        if (np.diff(number.astype(np.int64)) <= 0).any() or ((pack >= len(packs)) & (pack != ZERO)).any():
+            raise ValueError("a table whose pages are not in order, or that names a pack beside its list")
+        return Table(number, pack, place, tuple(packs))
+
+
+EMPTY = Table(*(np.zeros(0, np.uint32) for _ in range(3)), ())
+
+
+class Packs:
+    """Packs of one store, mapped as they are needed, with the names of the pages that this process has seen there.
+
+    Args:
+        blobs: the store's blob folder.
+    """
+
+    def __init__(self, blobs: Path) -> None:
+        self.blobs = blobs
+        self._where: dict[bytes, tuple[str, int]] = {}
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def path(self, name: str) -> str:
+        """Where a pack lies."""
+        return f"{self.blobs}/{name[:2]}/{name[2:]}"
+
+    def open(self, name: str) -> tuple[bytes, Pages]:
+        """Names (16 bytes each, one after another) and pages of a pack, mapped. Raises StoreDamaged."""
+        try:
+            with open(self.path(name), "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            raise StoreDamaged(f"blob {name} is missing") from None
+        count = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+        head = len(MAGIC) + 4 + count * NAME
+        if len(data) != head + count * PAGE:
+            raise StoreDamaged(f"blob {name} is truncated: {len(data)} bytes are no whole pack")
+        if hashlib.sha256(data[:head]).hexdigest() != name:
+            raise StoreDamaged(f"blob {name} is corrupt: its content has another hash")
+        return data[len(MAGIC) + 4 : head], np.frombuffer(data, np.uint8, count * PAGE, head).reshape(-1, PAGE)
+
+    def learn(self, names: Sequence[str]) -> None:
+        """Note which pages these packs hold, so that equal ones are not stored again."""
+        for name in names:
+            if name not in self._sizes:
+                with contextlib.suppress(StoreDamaged):
+                    self.note(name, self.open(name)[0])
+
+    def note(self, name: str, names: bytes) -> None:
+        """Note the pages of one pack."""
+        with self._lock:
+            self._sizes[name] = len(names) // NAME
+            for place in range(len(names) // NAME):
+                self._where.setdefault(names[place * NAME : (place + 1) * NAME], (name, place))
+
+    def size(self, name: str) -> int:
+        """Pages of a pack that was learned or noted, else 0."""
+        return self._sizes.get(name, 0)
+
+    def find(self, names: Sequence[bytes]) -> list[tuple[str, int] | None]:
+        """Where pages of these names lie, None where that is not known or the pack was removed."""
+        with self._lock:
+            found = [self._where.get(name) for name in names]
+        gone = {pack for pack in {place[0] for place in found if place} if not os.path.exists(self.path(pack))}
+        if gone:
+            with self._lock:
+                self._where = {name: place for name, place in self._where.items() if place[0] not in gone}
+                self._sizes = {name: size for name, size in self._sizes.items() if name not in gone}
+        return [None if place is None or place[0] in gone else place for place in found]
+
+    def pieces(self, table: Table) -> Iterator[tuple[Numbers, Pages]]:
+        """The pages of a table, pack by pack, each checked against its name; zeros as one piece.
+
+        Raises:
+            StoreDamaged: a pack is missing, truncated or corrupt (which one is said).
+        """
+        for number, name in enumerate(table.packs):
+            chosen = table.pack == number
+            if not chosen.any():
+                continue
+            names, pages = self.open(name)
+            places = table.place[chosen]
+            if places.max() >= len(pages):
+                raise StoreDamaged(f"blob {name} is truncated: it has {len(pages)} pages, place {places.max()} is used")
+            taken = pages[places]
+            for place, found in zip(places.tolist(), page_names(taken)):
+                if names[place * NAME : (place + 1) * NAME] != found:
+                    raise StoreDamaged(f"blob {name} is corrupt: page {place} has another hash")
+            yield table.number[chosen], taken
+        chosen = table.pack == ZERO
+        if chosen.any():
+            yield table.number[chosen], np.zeros((int(chosen.sum()), PAGE), np.uint8)
+
+
+@dataclass(slots=True)
+class Writer:
+    """Stores one memory's pages in a batch; what equals the `last` table's page or is stored already is named, not written.
+
+    Attributes:
+        packs: of the store that `batch` belongs to.
+        last: the table of the checkpoint before, or EMPTY.
+        permanent: packs that are needed anyway.
+    """
+
+    packs: Packs
+    batch: Batch
+    last: Table = EMPTY
+    permanent: frozenset[str] = frozenset()
+    _names: list[str] = field(default_factory=list)
+    _index: dict[str, int] = field(default_factory=dict)
+
+    def write(self, number: Numbers, pages: Pages, look: Look, where: str) -> Table:
+        """Store pages; returns the table of exactly these.
+
+        Args:
+            number: [n] sorted page numbers.
+            pages: [n, 4096] their content.
+            look: is shown all that is not zero.
+            where: what to call them there.
+
+        Raises:
+            StoreFull, SecretInSnapshot: see `Batch.put` and `look`.
+        """
+        pack, place = np.full(len(number), ZERO, np.uint32), np.zeros(len(number), np.uint32)
+        todo = pages.view(np.uint64).any(axis=1)
+        if todo.any():
+            look(where, _chunks(pages))
+        self._keep(number, pages, todo, pack, place)
+        rest = np.flatnonzero(todo)
+        names = page_names(np.ascontiguousarray(pages[rest]))
+        fresh: dict[bytes, list[int]] = {}
+        for row, name, found in zip(rest.tolist(), names, self.packs.find(names)):
+            if found is not None:
+                pack[row], place[row] = self._number(found[0]), found[1]
+            else:
+                fresh.setdefault(name, []).append(row)
+        for row in self._of_sparse_packs(pack):
+            fresh.setdefault(page_names(pages[row : row + 1])[0], []).append(row)
+        order = list(fresh)
+        for start in range(0, len(order), PACK_PAGES):
+            some = order[start : start + PACK_PAGES]
+            head = _head(some)
+            name = hashlib.sha256(head).hexdigest()
+            self.batch.put_named(name, head + pages[[fresh[one][0] for one in some]].tobytes())
+            self.packs.note(name, head[len(MAGIC) + 4 :])
+            index = self._number(name)
+            for at, one in enumerate(some):
+                pack[fresh[one]], place[fresh[one]] = index, at
+        return self._table(number, pack, place)
+
+    def _keep(self, number: Numbers, pages: Pages, todo: NDArray[np.bool_], pack: Numbers, place: Numbers) -> None:
+        """Take over the places of pages that are as they were at the checkpoint before: comparing costs a tenth of naming."""
+        if not len(self.last.number):
+            return
+        at = np.searchsorted(self.last.number, number)
+        at[at == len(self.last.number)] = 0
+        known = todo & (self.last.number[at] == number)
+        words = pages.view(np.uint64)
+        for index, name in enumerate(self.last.packs):
+            rows = np.flatnonzero(known & (self.last.pack[at] == index))
+            if not len(rows):
+                continue
+            with contextlib.suppress(StoreDamaged):  # It was removed: its pages are stored again.
+                stored = self.packs.open(name)[1]
+                places = self.last.place[at[rows]]
+                same = (stored[places].view(np.uint64) == words[rows]).all(axis=1)
+                if same.any():
+                    pack[rows[same]], place[rows[same]] = self._number(name), places[same]
+                    todo[rows[same]] = False
+
+    def _of_sparse_packs(self, pack: Numbers) -> list[int]:
+        """Rows whose pages lie in packs that are mostly garbage by now."""
+        rows: list[int] = []
+        for index, name in enumerate(self._names):
+            used = np.flatnonzero(pack == index)
+            if name not in self.permanent and len(used) < LEAST_USE * self.packs.size(name):
+                rows += used.tolist()
+        return rows
+
+    def _table(self, number: Numbers, pack: Numbers, place: Numbers) -> Table:
+        """The table, with the packs that are still used."""
+        used = np.unique(pack[pack != ZERO])
+        back = np.full(len(self._names) + 1, ZERO, np.uint32)
+        back[used] = np.arange(len(used), dtype=np.uint32)
+        held = pack != ZERO
+        pack[held] = back[pack[held]]
+        return Table(number.astype(np.uint32), pack, place, tuple(self._names[index] for index in used))
+
+    def _number(self, name: str) -> int:
+        if name not in self._index:
+            self._index[name] = len(self._names)
+            self._names.append(name)
+        return self._index[name]
+
+
+def _chunks(pages: Pages) -> Iterator[bytes]:
+    for start in range(0, len(pages), PACK_PAGES):
+        yield pages[start : start + PACK_PAGES].tobytes()
