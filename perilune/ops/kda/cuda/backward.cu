@@ -98,16 +98,21 @@ KERNEL(THREADS, 1) backward(
             const Place p = here();
             float along[2] = {};
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+            for (int h = 0; h < 2; h++) {
+                const float of_q = scale * own.q_rstd[h], of_k = -own.k_rstd[h];
+                const float diagonal = m.diagonal[p.row + h] * own.q_rstd[h] * own.k_rstd[h];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float q_unit = own.q_unit(j, i), k_unit = own.k_unit(j, i);
-                    d_q[j][i] *= own.up[j][i] * scale;
-                    d_k[j][i] *= -own.up[j][i];
-                    d_G[j][i] = fmaf(q_unit, d_q[j][i], k_unit * d_k[j][i]);
-                    d_q[j][i] = fmaf(m.diagonal[p.row + (i >> 1)], k_unit, d_q[j][i]);
-                    along[i >> 1] = fmaf(d_q[j][i], q_unit, along[i >> 1]);
-                }
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int i = 2 * h; i < 2 * h + 2; i++) {
+                        const float q_raw = own.q_at(j, i), k_raw = own.k_at(j, i);
+                        d_q[j][i] *= own.up[j][i] * of_q;
+                        d_k[j][i] *= own.up[j][i] * of_k;
+                        d_G[j][i] = fmaf(q_raw, d_q[j][i], k_raw * d_k[j][i]);
+                        d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i]);
+                        along[h] = fmaf(d_q[j][i], q_raw, along[h]);
+                    }
+            }
             put_along(m.along[0], along, p);
         }
         sync_threads();
@@ -131,19 +136,27 @@ KERNEL(THREADS, 1) backward(
             const Place p = here();
             float along[2] = {};
 #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float diagonal = m.diagonal[p.row + h] * own.q_rstd[h] * own.k_rstd[h];
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int i = 2 * h; i < 2 * h + 2; i++) {
+                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * own.k_rstd[h] * reciprocal(own.up[j][i]);
+                        d_G[j][i] = fmaf(-k_raw, d, d_G[j][i]);
+                        d_k[j][i] += fmaf(diagonal, own.q_at(j, i), d);
+                        along[h] = fmaf(d_k[j][i], k_raw, along[h]);
+                    }
+            }
+#pragma unroll
             for (int j = 0; j < 4; j++) {
+                float sum[2];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float q_unit = own.q_unit(j, i), k_unit = own.k_unit(j, i);
-                    d_key[j][i] *= reciprocal(own.up[j][i]);
-                    d_G[j][i] = fmaf(-k_unit, d_key[j][i], d_G[j][i]);
-                    d_k[j][i] += fmaf(m.diagonal[p.row + (i >> 1)], q_unit, d_key[j][i]);
-                    along[i >> 1] = fmaf(d_k[j][i], k_unit, along[i >> 1]);
+                for (int e = 0; e < 2; e++) {
+                    sum[e] = d_G[j][e] + d_G[j][2 + e];
+                    after[j][e] = sum_after(sum[e], p.lane);
                 }
-                float all[2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) sums_after(d_G[j][e] + d_G[j][2 + e], p.lane, after[j][e], all[e]);
-                if (p.r == 0) *(float2*)&m.after[p.block][p.channel(j)] = make_float2(all[0], all[1]);
+                if (p.r == 0) *(float2*)&m.after[p.block][p.channel(j)] = make_float2(sum[0], sum[1]);
             }
             put_along(m.along[1], along, p);
         }

@@ -50,10 +50,19 @@ DEVICE void scale_columns(float (&x)[4][4], const float* factor, const Place& p)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 f = *(const float2*)(factor + p.channel(j));
-        x[j][0] *= f.x;
-        x[j][1] *= f.y;
-        x[j][2] *= f.x;
-        x[j][3] *= f.y;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[j][i] *= i & 1 ? f.y : f.x;
+    }
+}
+DEVICE void scale_columns(float (&x)[4][4], float (&y)[4][4], const float* factor, const Place& p) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 f = *(const float2*)(factor + p.channel(j));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[j][i] *= i & 1 ? f.y : f.x;
+            y[j][i] *= i & 1 ? f.y : f.x;
+        }
     }
 }
 
@@ -71,12 +80,14 @@ struct Chunk {
     int program, head, start, count;
 };
 
-// What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients.
+// What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients: q and k before the L2 norm, and
+// 1 / their norms, with which a gradient is multiplied at once, so that its product with the raw q or k is that of the
+// normalised ones.
 struct Own {
     u32 q[2][4], k[2][4];
     float up[4][4], q_rstd[2], k_rstd[2];
-    __device__ __forceinline__ float q_unit(int j, int i) const { return half_of(q[i >> 1][j], i & 1) * q_rstd[i >> 1]; }
-    __device__ __forceinline__ float k_unit(int j, int i) const { return half_of(k[i >> 1][j], i & 1) * k_rstd[i >> 1]; }
+    __device__ __forceinline__ float q_at(int j, int i) const { return half_of(q[i >> 1][j], i & 1); }
+    __device__ __forceinline__ float k_at(int j, int i) const { return half_of(k[i >> 1][j], i & 1); }
 };
 
 // dP and beta dL of rows `q` by rows `k` (blocks of 16, q >= k), with their factors of the shift; on the diagonal also the
@@ -86,13 +97,14 @@ DEVICE void pairs(
     beta_type* dbeta, int dbeta_token, int count
 ) {
     float p[2][4] = {}, e[2][4] = {};
-    const int lane = here().lane, i = lane & 7, matrix = lane >> 3, r = lane >> 2, c = lane & 3;
+    const int lane = here().lane, r = lane >> 2, c = lane & 3;
+    const int at = left_at<V>(q, 0, lane), right = row_at<V>(16 * k + 2 * (lane & 7) + (lane >> 4), lane >> 3 & 1);
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         u32 a1[4], a2[4], b[4];
-        left<V>(a1, m.d_o, q, n, lane);
-        left<V>(a2, m.e, q, n, lane);
-        load_matrices(b, m.u + row_at<V>(16 * k + 2 * i + (matrix >> 1), 2 * n + (matrix & 1)));
+        load_matrices(a1, m.d_o + pairs_further(at, n));
+        load_matrices(a2, m.e + pairs_further(at, n));
+        load_matrices(b, m.u + pairs_further(right, n));
 #pragma unroll
         for (int t = 0; t < 2; t++) {
             multiply_add(p[t], a1, b[2 * t], b[2 * t + 1]);
@@ -158,7 +170,9 @@ DEVICE void through(Shared& m) {
 DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, float lower_bound, float shift, int count) {
     const Place p = here();
     const float slope = -LOG2E * rate;
-    float q_square[2] = {}, k_square[2] = {};
+    float q_square[2] = {}, k_square[2] = {}, bound[2];  // 0 in rows that hold no token
+#pragma unroll
+    for (int h = 0; h < 2; h++) bound[h] = p.row + h < count ? lower_bound * LOG2E : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float2 bias = make_float2(0.0f, 0.0f);
@@ -176,19 +190,18 @@ DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, flo
                 const float a = half_of(own.q[h][j], e), b = half_of(own.k[h][j], e);
                 q_square[h] = fmaf(a, a, q_square[h]);
                 k_square[h] = fmaf(b, b, k_square[h]);
-                decay[h][e] = lower_bound * LOG2E * reciprocal(1.0f + exp2_fast(fmaf(half_of(z, e), slope, offset[e])));
-                if (p.row + h >= count) decay[h][e] = 0.0f;
+                decay[h][e] = bound[h] * reciprocal(1.0f + exp2_fast(fmaf(half_of(z, e), slope, offset[e])));
             }
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float before, all;
-            sums_before(decay[0][e] + decay[1][e], p.lane, before, all);
-            own.up[j][e] = exp2_fast(before + decay[0][e] + shift * (2 * p.r + 1));
-            own.up[j][2 + e] = exp2_fast(before + decay[0][e] + decay[1][e] + shift * (2 * p.r + 2));
-            block_decay[e] = exp2_fast(all);
+            float sum = decay[0][e] + decay[1][e];
+            const float first = sum_before(sum, p.lane) + decay[0][e];
+            own.up[j][e] = exp2_fast(first + shift * (2 * p.r + 1));
+            own.up[j][2 + e] = exp2_fast(first + decay[1][e] + shift * (2 * p.r + 2));
+            block_decay[e] = exp2_fast(sum);
         }
-        if (p.r == 0) *(float2*)&m.decay[p.block][p.channel(j)] = make_float2(block_decay[0], block_decay[1]);
+        if (p.r == 7) *(float2*)&m.decay[p.block][p.channel(j)] = make_float2(block_decay[0], block_decay[1]);
     }
     if (L2)
 #pragma unroll
@@ -204,8 +217,10 @@ DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, flo
 // Norms, and the keys as operands.
 DEVICE void key_operands(Shared& m, Own& own, float shift) {
     const Place p = here();
+    float step[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+        step[h] = exp2_fast(shift * (2 * p.r + 1 + h));
         own.q_rstd[h] = L2 ? rsqrt_fast(total(m.squares[0][p.row + h]) + 1e-6f) : 1.0f;
         own.k_rstd[h] = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
     }
@@ -214,12 +229,11 @@ DEVICE void key_operands(Shared& m, Own& own, float shift) {
         const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int at = own_at(p, h, j);
-            const float step = exp2_fast(shift * (2 * p.r + 1 + h));
-            const float a = own.k_unit(j, 2 * h) * reciprocal(own.up[j][2 * h]);
-            const float b = own.k_unit(j, 2 * h + 1) * reciprocal(own.up[j][2 * h + 1]);
+            const int at = own_at(p, h, j), i = 2 * h;
+            const float a = own.k_at(j, i) * own.k_rstd[h] * reciprocal(own.up[j][i]);
+            const float b = own.k_at(j, i + 1) * own.k_rstd[h] * reciprocal(own.up[j][i + 1]);
             *(u32*)(m.near + at) = pack(a, b);
-            *(u32*)(m.far + at) = pack(a * f.x * step, b * f.y * step);
+            *(u32*)(m.far + at) = pack(a * f.x * step[h], b * f.y * step[h]);
         }
     }
 }
@@ -228,14 +242,16 @@ DEVICE void key_operands(Shared& m, Own& own, float shift) {
 DEVICE void query_operands(Shared& m, const Own& own, float scale) {
     const Place p = here();
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+    for (int h = 0; h < 2; h++) {
+        const float of_q = scale * own.q_rstd[h], of_k = -own.k_rstd[h];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int at = own_at(p, h, j), i = 2 * h;
-            const float a = scale * own.up[j][i], b = scale * own.up[j][i + 1];
-            *(u32*)(m.near + at) = pack(own.q_unit(j, i) * a, own.q_unit(j, i + 1) * b);
-            *(u32*)(m.far + at) = pack(-own.k_unit(j, i) * own.up[j][i], -own.k_unit(j, i + 1) * own.up[j][i + 1]);
+            const float one = own.up[j][i], two = own.up[j][i + 1];
+            *(u32*)(m.near + at) = pack(own.q_at(j, i) * of_q * one, own.q_at(j, i + 1) * of_q * two);
+            *(u32*)(m.far + at) = pack(own.k_at(j, i) * of_k * one, own.k_at(j, i + 1) * of_k * two);
         }
+    }
 }
 
 // Of d_q and of d_k where k reads, which hold what comes through the state: the pairs of rows in this chunk, from the
@@ -243,48 +259,47 @@ DEVICE void query_operands(Shared& m, const Own& own, float scale) {
 DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift) {
     const Place p = here();
     const float unstep[2] = {exp2_fast(-shift * (2 * p.r + 1)), exp2_fast(-shift * (2 * p.r + 2))};
+    const int at = left_at<CHUNK>(p.block, 0, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
     scale_rows(d_q, unstep);
     scale_rows(d_k, unstep);
 #pragma unroll 1
     for (int i = 0; i < p.block; i++) {
-        scale_columns(d_q, m.decay[i], p);
-        left<CHUNK>(a, m.dp, p.block, i, p.lane);
-        add_products(d_q, a, m.far, i, p);
-        scale_columns(d_k, m.decay[i], p);
-        left<CHUNK>(a, m.eu, p.block, i, p.lane);
-        add_products(d_k, a, m.far, i, p);
+        scale_columns(d_q, d_k, m.decay[i], p);
+        load_matrices(a, m.dp + pairs_further(at, i));
+        add_products(d_q, a, m.far + i * (32 * K), right);
+        load_matrices(a, m.eu + pairs_further(at, i));
+        add_products(d_k, a, m.far + i * (32 * K), right);
     }
-    left<CHUNK>(a, m.dp, p.block, p.block, p.lane);
-    add_products(d_q, a, m.near, p.block, p);
-    left<CHUNK>(a, m.eu, p.block, p.block, p.lane);
-    add_products(d_k, a, m.near, p.block, p);
+    load_matrices(a, m.dp + pairs_further(at, p.block));
+    add_products(d_q, a, m.near + p.block * (32 * K), right);
+    load_matrices(a, m.eu + pairs_further(at, p.block));
+    add_products(d_k, a, m.near + p.block * (32 * K), right);
 }
 
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
 DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float shift) {
     const Place p = here();
-    float sum[4][2];
+    const float rows[2] = {own.k_rstd[0] * exp2_fast(shift * (2 * p.r + 1)), own.k_rstd[1] * exp2_fast(shift * (2 * p.r + 2))};
+    float sum[4][2], f[4][2];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        float f[2] = {1.0f, 1.0f};
+    for (int j = 0; j < 4; j++) f[j][0] = f[j][1] = 1.0f;
 #pragma unroll 1
-        for (int i = BLOCKS - 1; i >= p.block; i--) {
+    for (int i = BLOCKS - 1; i >= p.block; i--)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
             const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
-            f[0] *= one.x;
-            f[1] *= one.y;
+            f[j][0] *= one.x;
+            f[j][1] *= one.y;
         }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float x[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int i = 2 * h + e;
-                x[h] = d_key[j][i] * exp2_fast(shift * (2 * p.r + 1 + h)) * f[e] * reciprocal(own.up[j][i]) * own.k_unit(j, i);
-            }
-            sum[j][e] = x[0] + x[1];
+            const float a = d_key[j][e] * rows[0] * f[j][e] * reciprocal(own.up[j][e]);
+            const float b = d_key[j][2 + e] * rows[1] * f[j][e] * reciprocal(own.up[j][2 + e]);
+            sum[j][e] = fmaf(a, own.k_at(j, e), b * own.k_at(j, 2 + e));
         }
-    }
     const float one = column_sum(sum, p.lane);
     m.tail[p.block][column_of(p.w, p.lane)] = one;
 }
@@ -292,22 +307,23 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float sh
 // The pairs of rows in this chunk, from the last block of rows to their own.
 DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
     const Place p = here();
+    const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
 #pragma unroll 1
     for (int i = BLOCKS - 1; i > p.block; i--) {
         scale_columns(d_key, m.decay[i], p);
-        left_transposed(a, m.dp, i, p.block, p.lane);
-        add_products(d_key, a, m.near, i, p);
-        left_transposed(a, m.eu, i, p.block, p.lane);
-        add_products(d_key, a, m.far, i, p);
+        load_matrices_transposed(a, m.dp + at + i * (32 * CHUNK));
+        add_products(d_key, a, m.near + i * (32 * K), right);
+        load_matrices_transposed(a, m.eu + at + i * (32 * CHUNK));
+        add_products(d_key, a, m.far + i * (32 * K), right);
     }
     const float step[2] = {exp2_fast(shift * (2 * p.r + 1)), exp2_fast(shift * (2 * p.r + 2))};
     scale_rows(d_key, step);
     scale_columns(d_key, m.decay[p.block], p);
-    left_transposed(a, m.dp, p.block, p.block, p.lane);
-    add_products(d_key, a, m.near, p.block, p);
-    left_transposed(a, m.eu, p.block, p.block, p.lane);
-    add_products(d_key, a, m.far, p.block, p);
+    load_matrices_transposed(a, m.dp + at + p.block * (32 * CHUNK));
+    add_products(d_key, a, m.near + p.block * (32 * K), right);
+    load_matrices_transposed(a, m.eu + at + p.block * (32 * CHUNK));
+    add_products(d_key, a, m.far + p.block * (32 * K), right);
 }
 
 // Sums over rows of products of a gradient with its own vector, for the L2 norm.
@@ -320,18 +336,18 @@ DEVICE void put_along(float (&part)[CHUNK][WIDTH], const float (&along)[2], cons
     }
 }
 
-// Through the L2 norm: x is the gradient of a normalised row, `raw` what it was before.
+// Through the L2 norm: x is the gradient of a normalised row times 1 / the norm, `raw` the row before.
 DEVICE void through_norm(
     float (&x)[4][4], const u32 (&raw)[2][4], const float (&rstd)[2], const float (&along)[CHUNK][WIDTH], const Place& p
 ) {
     if (!L2) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float sum = total(along[p.row + h]) * rstd[h];
+        const float sum = total(along[p.row + h]) * (rstd[h] * rstd[h]);
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) x[j][2 * h + e] = fmaf(-half_of(raw[h][j], e), sum, x[j][2 * h + e]) * rstd[h];
+            for (int e = 0; e < 2; e++) x[j][2 * h + e] = fmaf(-half_of(raw[h][j], e), sum, x[j][2 * h + e]);
     }
 }
 

@@ -67,30 +67,29 @@ DEVICE void fetch_state(u8* tile, const bf16* state) {
 // This thread's part of a tile of key channels, two numbers a word: words[h][j].
 DEVICE int own_at(const Place& p, int h, int j) { return row_at<K>(p.row + h, 4 * p.w + j) + 4 * p.c; }
 
-// A 16x16 operand on the left: rows of `block`, numbers 16 n .. 16 n + 15 of them.
-template <int D> DEVICE void left(u32 (&a)[4], const u8* tile, int block, int n, int lane) {
-    const int i = lane & 7, matrix = lane >> 3;
-    load_matrices(a, tile + row_at<D>(16 * block + 2 * i + (matrix & 1), 2 * n + (matrix >> 1)));
-}
+// Pieces of a row differ in bits 4 .. of their place, in which rows are aligned: `n` pairs of pieces further is an exclusive
+// or, one instruction.
+DEVICE int pairs_further(int at, int n) { return at ^ (n << 5); }
 
-// Of a square [64, 64] whose columns lie group by group: the transposed block (query block `q`, key block `k`).
-DEVICE void left_transposed(u32 (&a)[4], const u8* square, int q, int k, int lane) {
-    const int i = lane & 7, matrix = lane >> 3;
-    load_matrices_transposed(a, square + row_at<CHUNK>(16 * q + 2 * i + (matrix >> 1), 2 * k + (matrix & 1)));
+// Where a lane finds its row of the four matrices of an operand: on the left the rows of `block` from `piece` on; the same of
+// a square's transposed block; on the right rows `block` of a tile, channels 32 w .. 32 w + 15; or of a state, rows 0 .. 15.
+template <int D> DEVICE int left_at(int block, int piece, int lane) {
+    return row_at<D>(16 * block + 2 * (lane & 7) + (lane >> 3 & 1), piece + (lane >> 4));
 }
-
-// An operand on the right: rows of `block` by channels 32 w + 16 n .. + 15; b[0], b[1] for the first 8 of them.
-DEVICE void right(u32 (&b)[4], const u8* tile, int block, int w, int n, int lane) {
-    const int i = lane & 7, matrix = lane >> 3;
-    load_matrices_transposed(b, tile + row_at<K>(16 * block + 2 * i + (matrix & 1), 4 * w + 2 * n + (matrix >> 1)));
+DEVICE int transposed_at(int q, int k, int lane) {
+    return row_at<CHUNK>(16 * q + 2 * (lane & 7) + (lane >> 4), 2 * k + (lane >> 3 & 1));
 }
+DEVICE int right_at(int block, int w, int lane) {
+    return row_at<K>(16 * block + 2 * (lane & 7) + (lane >> 3 & 1), 4 * w + (lane >> 4));
+}
+DEVICE int state_right_at(int w, int lane) { return state_at(lane & 15, 4 * w + (lane >> 4)); }
 
-// value += the 16x16 block of a (`block` in a tile of D numbers a row, or transposed a square's) times 16 rows of a tile.
-DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile, int block, const Place& p) {
+// value += a 16x16 operand times 16 rows of a tile, `at` from `right_at`.
+DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile, int at) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         u32 b[4];
-        right(b, tile, block, p.w, n, p.lane);
+        load_matrices_transposed(b, tile + pairs_further(at, n));
         multiply_add(value[2 * n], a, b[0], b[1]);
         multiply_add(value[2 * n + 1], a, b[2], b[3]);
     }
@@ -98,17 +97,12 @@ DEVICE void add_products(float (&value)[4][4], const u32 (&a)[4], const u8* tile
 
 // value += the warp's rows of a tile of value channels times a state.
 DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state, const Place& p) {
-    const int i = p.lane & 7, matrix = p.lane >> 3;
+    const int at = left_at<V>(p.block, 0, p.lane), right = state_right_at(p.w, p.lane);
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
-        u32 a[4], b[4];
-        left<V>(a, rows, p.block, n, p.lane);
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * p.w + 2 * m + (matrix >> 1)));
-            multiply_add(value[2 * m], a, b[0], b[1]);
-            multiply_add(value[2 * m + 1], a, b[2], b[3]);
-        }
+        u32 a[4];
+        load_matrices(a, rows + pairs_further(at, n));
+        add_products(value, a, state + n * (32 * K), right);
     }
 }
 
@@ -116,19 +110,19 @@ DEVICE void through_state(float (&value)[4][4], const u8* rows, const u8* state,
 DEVICE void through_state(
     float (&one)[4][4], float (&two)[4][4], const u8* rows_one, const u8* rows_two, const u8* state, const Place& p
 ) {
-    const int i = p.lane & 7, matrix = p.lane >> 3;
+    const int at = left_at<V>(p.block, 0, p.lane), right = state_right_at(p.w, p.lane);
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
         u32 a1[4], a2[4], b[4];
-        left<V>(a1, rows_one, p.block, n, p.lane);
-        left<V>(a2, rows_two, p.block, n, p.lane);
+        load_matrices(a1, rows_one + pairs_further(at, n));
+        load_matrices(a2, rows_two + pairs_further(at, n));
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            load_matrices_transposed(b, state + state_at(16 * n + 8 * (matrix & 1) + i, 4 * p.w + 2 * m + (matrix >> 1)));
-            multiply_add(one[2 * m], a1, b[0], b[1]);
-            multiply_add(one[2 * m + 1], a1, b[2], b[3]);
-            multiply_add(two[2 * m], a2, b[0], b[1]);
-            multiply_add(two[2 * m + 1], a2, b[2], b[3]);
+        for (int i = 0; i < 2; i++) {
+            load_matrices_transposed(b, state + n * (32 * K) + pairs_further(right, i));
+            multiply_add(one[2 * i], a1, b[0], b[1]);
+            multiply_add(one[2 * i + 1], a1, b[2], b[3]);
+            multiply_add(two[2 * i], a2, b[0], b[1]);
+            multiply_add(two[2 * i + 1], a2, b[2], b[3]);
         }
     }
 }
@@ -161,29 +155,28 @@ DEVICE float column_sum(const float (&x)[4][2], int lane) {
 }
 DEVICE int column_of(int w, int lane) { return 32 * w + 8 * (lane >> 3) + 2 * (lane & 3) + ((lane >> 2) & 1); }
 
-// Sums of the rows before this thread's two, within the block, of x = the sum of its own two; and of all rows of the block.
+// Sums of the rows before this thread's two, within the block, of x = the sum of its own two. x becomes the sum with its
+// own, in the last rows' threads of the whole block.
 // Added in the order of rows, never as a difference: later rows do not move earlier ones by a bit. (traps T01)
-DEVICE void sums_before(float x, int lane, float& before, float& all) {
+DEVICE float sum_before(float& x, int lane) {
 #pragma unroll
     for (int by = 4; by < 32; by *= 2) {
         const float y = shuffle_up(x, by);
-        x += lane < by ? 0.0f : y;
+        if (lane >= by) x += y;
     }
-    before = shuffle_up(x, 4);
-    before = lane < 4 ? 0.0f : before;
-    all = shuffle(x, 28 + (lane & 3));
+    const float before = shuffle_up(x, 4);
+    return lane < 4 ? 0.0f : before;
 }
 
-// The same for the rows after.
-DEVICE void sums_after(float x, int lane, float& after, float& all) {
+// The same for the rows after; x becomes the whole block's sum in the first rows' threads.
+DEVICE float sum_after(float& x, int lane) {
 #pragma unroll
     for (int by = 4; by < 32; by *= 2) {
         const float y = shuffle(x, lane + by);
-        x += lane + by > 31 ? 0.0f : y;
+        if (lane + by < 32) x += y;
     }
-    after = shuffle(x, lane + 4);
-    after = lane > 27 ? 0.0f : after;
-    all = shuffle(x, lane & 3);
+    const float after = shuffle(x, lane + 4);
+    return lane > 27 ? 0.0f : after;
 }
 
 // Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 the four threads
