@@ -52,9 +52,9 @@ def run(args: list[str]) -> int:
         _check_image(path)
     engine = parser.engine(flags)
     if flags.web:
-        from perilune.cli.serve import serve_run
+        from perilune.cli.serve import serve_page
 
-        return serve_run(engine, port=flags.port)
+        return serve_page(engine, flags.port)
     session = ChatSession(engine, params, system=flags.system)
     if flags.once is None:
         return _talk(session, flags.image)

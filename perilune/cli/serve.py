@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,34 @@ from perilune.cli.answer_flags import RUN_HELP, FlagParser
 from perilune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from perilune.serve.local_engine import LocalEngine
+    import argparse
+
+    from perilune.serve.api import Endpoint, Limits
+    from perilune.serve.engine import Engine
 
 HELP = f"""usage: perilune serve --run NAME [options]
 
-POST /v1/chat/completions and /v1/completions, GET /v1/models and /health, and a chat page at /.
-One request is answered at a time; the others wait in line. Only this machine can connect unless a key is set.
+POST /v1/chat/completions, /v1/completions and /v1/responses, GET /v1/models, /ready and /metrics, and a chat page at /.
+Only this machine can connect unless a key is set. SIGTERM or Ctrl-C lets running answers end; a second one does not.
 
 {RUN_HELP}  --host ADDRESS     where to listen (default 127.0.0.1)
   --port P           0 = a free one (default 8000)
   --api-key KEY      clients must send it; may be given several times; also from PERILUNE_API_KEY
   --no-auth          let everybody who reaches a public address ask
   --context N        most tokens of a prompt and its answer together (default 8192)
-  --kept-states N    states kept between requests (default 16; 0 = none)
+  --cache-bytes N    memory of the prefix cache and of what runs (default: 256 MiB; on a GPU 60 % of what is free)
+  --no-prefix-cache  compute every prompt from its beginning
+  --retention R      where states are kept: dense, tail, turns, second-hit, interval:N, joined by + (default turns+second-hit)
+  --max-running N    answers that are drawn at once (default 64)
+  --deterministic    an answer does not depend on what else is being answered, bit by bit
+  --max-output-tokens N  most tokens of any answer (default: as many as fit)
+  --max-queue N      requests that may wait or run at once; more get 429 (default 256)
+  --max-body BYTES   largest request body (default 16777216)
+  --request-timeout S  seconds for a whole answer (default: no end)
+  --drain-seconds S  how long running answers may go on after SIGTERM (default 30)
+  --admin-port P     pause, abort, look into the cache, change weights; this machine only (default: none)
+  --admin-key KEY    the admin port needs it; also from PERILUNE_ADMIN_KEY
+  --log-json         one JSON object a line in the log
   --json             print {{"url": …}} on stdout once it listens
 """
 
@@ -37,14 +52,19 @@ def run(args: list[str]) -> int:
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--no-auth", action="store_true")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--kept-states", type=int, default=16)
+    parser.add_argument("--cache-bytes", type=int)
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--retention", default="turns+second-hit")
+    parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--deterministic", action="store_true")
+    add_server_flags(parser)
     flags = parser.parse_args(args)
     if flags.help:
         print(HELP, end="")
         return 0
-    if flags.context < 2 or flags.kept_states < 0:
+    if flags.context < 2 or flags.max_running < 1:
         raise ConfigError(
-            f"serve: --context {flags.context} must be at least 2 and --kept-states {flags.kept_states} 0 or more"
+            f"serve: --context {flags.context} must be at least 2 and --max-running {flags.max_running} at least 1"
         )
     keys = list(flags.api_key)
     if not keys and os.environ.get("PERILUNE_API_KEY"):
@@ -55,47 +75,92 @@ def run(args: list[str]) -> int:
     from perilune.serve.api.server import check_exposure
 
     check_exposure(flags.host, tuple(keys), flags.no_auth)
-    engine = parser.engine(flags, context_length=flags.context, kept_states=flags.kept_states)
-    return serve_run(
-        engine, host=flags.host, port=flags.port, api_keys=tuple(keys), no_auth=flags.no_auth, as_json=flags.json
-    )
+    endpoint, limits = server_options(flags, tuple(keys))
+    from perilune.serve.settings import EngineSettings
+
+    settings = EngineSettings(
+        cache_bytes=flags.cache_bytes, prefix_cache=not flags.no_prefix_cache, retention=flags.retention,
+        sequences=flags.max_running, deterministic=flags.deterministic,
+    )  # fmt: skip
+    engine = parser.engine(flags, context_length=flags.context, settings=settings)
+    return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)
+
+
+def add_server_flags(parser: FlagParser) -> None:
+    """Flags of the HTTP server that say nothing about the model."""
+    parser.add_argument("--max-output-tokens", type=int)
+    parser.add_argument("--max-queue", type=int, default=256)
+    parser.add_argument("--max-body", type=int, default=16 * 2**20)
+    parser.add_argument("--request-timeout", type=float)
+    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument("--admin-port", type=int)
+    parser.add_argument("--admin-key", action="append", default=[])
+    parser.add_argument("--log-json", action="store_true")
+
+
+def server_options(flags: argparse.Namespace, keys: tuple[str, ...]) -> tuple[Endpoint, Limits]:
+    """What the flags say about addresses and limits.
+
+    Raises:
+        ConfigError: a limit that nothing could keep.
+    """
+    from perilune.serve.api import Endpoint, Limits
+
+    admin_keys = list(flags.admin_key)
+    if not admin_keys and os.environ.get("PERILUNE_ADMIN_KEY"):
+        admin_keys = [os.environ["PERILUNE_ADMIN_KEY"]]
+    if flags.drain_seconds < 0:
+        raise ConfigError(f"serve: --drain-seconds {flags.drain_seconds:g} must be 0 or more")
+    endpoint = Endpoint(
+        host=flags.host, port=flags.port, api_keys=keys, no_auth=flags.no_auth, admin_port=flags.admin_port,
+        admin_keys=tuple(admin_keys), drain_seconds=flags.drain_seconds,
+    )  # fmt: skip
+    limits = Limits(
+        output_tokens=flags.max_output_tokens, waiting=flags.max_queue, body_bytes=flags.max_body,
+        request_seconds=flags.request_timeout,
+    )  # fmt: skip
+    return endpoint, limits
 
 
 def serve_run(
-    engine: LocalEngine,
+    engine: Engine,
+    endpoint: Endpoint | None = None,
+    limits: Limits | None = None,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_keys: tuple[str, ...] = (),
-    no_auth: bool = False,
     as_json: bool = False,
+    log_json: bool = False,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
     _need_extra()
     from perilune.serve.api import serve
+    from perilune.serve.api.logs import JsonFormatter
 
-    def ready(url: str) -> None:
+    def ready(url: str, admin_url: str | None) -> None:
         if as_json:
-            print(json.dumps({"url": url, "model": engine.name}), flush=True)
-        print(f"{engine.name}: chat page at {url}/, API at {url}/v1; Ctrl-C stops", file=sys.stderr, flush=True)
+            admin = {} if admin_url is None else {"admin_url": admin_url}
+            print(json.dumps({"url": url, "model": engine.name} | admin), flush=True)
+        more = "" if admin_url is None else f", admin at {admin_url}"
+        print(f"{engine.name}: chat page at {url}/, API at {url}/v1{more}; Ctrl-C stops", file=sys.stderr, flush=True)
 
-    def terminate(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    # The server drains on a signal and then hands it on: both ways of asking it to stop are a normal end.
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        serve(engine, port, host=host, api_keys=api_keys, no_auth=no_auth, on_ready=ready)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if log_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+    serve(engine, endpoint, limits=limits, on_ready=ready)
     return 0
+
+
+def serve_page(engine: Engine, port: int) -> int:
+    """Serve to this machine until Ctrl-C; returns the exit code."""
+    _need_extra()
+    from perilune.serve.api import Endpoint
+
+    return serve_run(engine, Endpoint(port=port))
 
 
 def _need_extra() -> None:
     try:
         import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -87,7 +87,7 @@ def test_a_history_with_calls_reaches_the_engine():
     chat({"messages": history}, engine=engine)
     assert engine.asked[0][1] == [
         *HELLO["messages"],
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": WHOLE},
+        {"role": "assistant", "content": None, "tool_calls": WHOLE},
         {"role": "tool", "content": "4", "tool_call_id": "call_b"},
         {"role": "system", "content": None, "tools": [TOOL]},
     ]

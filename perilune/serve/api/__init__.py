@@ -2,6 +2,6 @@
 
 from perilune.serve.api.app import create_app
 from perilune.serve.api.limits import Limits
-from perilune.serve.api.server import ServerHandle, serve, serve_in_thread
+from perilune.serve.api.server import Endpoint, ServerHandle, serve, serve_in_thread
 
-__all__ = ["Limits", "ServerHandle", "create_app", "serve", "serve_in_thread"]
+__all__ = ["Endpoint", "Limits", "ServerHandle", "create_app", "serve", "serve_in_thread"]

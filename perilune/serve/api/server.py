@@ -1,45 +1,63 @@
-"""Listening on a port: in this thread until interrupted, or in another one for as long as a handle is open."""
+"""Listening on ports: in this thread until a signal, or in another one for as long as a handle is open.
+
+The first SIGTERM or Ctrl-C stops in order: `/ready` says no, new requests get 503, running ones may end until a deadline,
+the rest gets 503 or an error event, and then the process ends. The second one stops at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import ipaddress
+import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from perilune.errors import CapacityError, ConfigError
 from perilune.serve.api.access import LOOPBACK
-from perilune.serve.api.app import Limits, create_app
+from perilune.serve.api.admin import create_admin_app
+from perilune.serve.api.app import create_app
+from perilune.serve.api.context import Context
+from perilune.serve.api.envelope import unavailable
+from perilune.serve.api.exposure import check_exposure, is_loopback
+from perilune.serve.api.limits import Limits
 from perilune.serve.engine import Engine
 
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+log = logging.getLogger(__name__)
 
 
-def check_exposure(host: str, api_keys: tuple[str, ...], no_auth: bool) -> None:
-    """Refuse to listen where others can connect, unless they need a key or the user has said that they need none.
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a server listens, and who may ask.
 
-    Raises:
-        ConfigError: another address than this machine's own, without a key and without `no_auth`; or an empty key.
+    Attributes:
+        host, port: of the API; port 0 takes a free one.
+        api_keys: bearer keys of clients; empty = everybody who reaches the port.
+        no_auth: listen on a public address without a key.
+        admin_port: of the admin endpoints, on the loopback address; None = there are none, 0 = a free one.
+        admin_keys: bearer keys of the admin port; empty = everybody on this machine.
+        drain_seconds: how long running answers may go on after the first signal.
     """
-    if any(not key.strip() for key in api_keys):
-        raise ConfigError("an API key is empty; give a non-empty --api-key, or leave the flag out")
-    if not is_loopback(host) and not api_keys and not no_auth:
-        raise ConfigError(
-            f"--host {host} can be reached by other machines, and there is no API key; give --api-key KEY, "
-            "or say --no-auth, or listen on 127.0.0.1"
-        )
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    no_auth: bool = False
+    admin_port: int | None = None
+    admin_keys: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+
+    def check(self) -> None:
+        """ConfigError for an address that others reach without a key, or an empty key."""
+        check_exposure(self.host, self.api_keys, self.no_auth)
+        check_exposure("127.0.0.1", self.admin_keys, False)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -64,32 +82,132 @@ def _listen(host: str, port: int) -> socket.socket:
         raise CapacityError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, and an event that is set once it accepts connections."""
+def _config(app: Starlette, grace: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=grace, lifespan="on",
+        log_config=None,
+    )  # fmt: skip
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+
+class _Server(uvicorn.Server):
+    """uvicorn that tells when it accepts connections, and drains before it stops.
+
+    Args:
+        app: the API's application.
+        context: of the application.
+        drain_seconds: see `Endpoint`.
+
+    Attributes:
+        accepting: set once it accepts connections.
+    """
+
+    def __init__(self, app: Starlette, context: Context, drain_seconds: float) -> None:
+        super().__init__(_config(app, grace=1))
         self.accepting = threading.Event()
+        self._context = context
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then tell."""
         await super().startup(sockets)
         self.accepting.set()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: drain, or stop at once if it is the second one."""
+        if self._context.exchanges.draining or not self.started:
+            self.should_exit = self.force_exit = True
+            return
+        log.info("%s: waiting for %d answers", signal.Signals(sig).name, len(self._context.exchanges))
+        self._context.exchanges.draining = True  # seen by requests at once; the rest is for the event loop
+        asyncio.get_running_loop().call_soon_threadsafe(self._begin_drain)
 
-def _server(engine: Engine, host: str, limits: Limits | None, api_keys: tuple[str, ...], grace: int) -> _Server:
-    hosts = (LOOPBACK | {host}) if is_loopback(host) else None
-    app = create_app(engine, limits=limits, api_keys=api_keys, hosts=hosts)
-    return _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=grace,
-            lifespan="on",
-        )
-    )
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self.drain(self._drain_seconds))
+
+    async def drain(self, seconds: float) -> None:
+        """Let running answers end, cut the rest, and stop."""
+        exchanges = self._context.exchanges
+        exchanges.draining = True
+        if not await exchanges.drained(seconds):
+            cut = exchanges.abort(None, unavailable("the server is stopping", "draining"))
+            log.warning("%d answers had not ended after %g s and were cut", cut, seconds)
+            await exchanges.drained(1.0)
+        self.should_exit = True
+
+
+class _AdminServer(uvicorn.Server):
+    """The admin port: it leaves signals to the other server, and ends with it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+@dataclass
+class _Bound:
+    """A server on its socket.
+
+    Attributes:
+        url, admin_url: where it listens, without a trailing slash.
+    """
+
+    server: _Server
+    listener: socket.socket
+    admin_listener: socket.socket | None
+    url: str
+    admin_url: str | None
+
+    def run(self) -> None:
+        """Serve until it is told to stop."""
+        try:
+            self.server.run(sockets=[self.listener])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free the ports."""
+        self.listener.close()
+        if self.admin_listener is not None:
+            self.admin_listener.close()
+
+
+def _bind(engine: Engine, endpoint: Endpoint, limits: Limits | None) -> _Bound:
+    endpoint.check()
+    listener = _listen(endpoint.host, endpoint.port)
+    admin_listener = None
+    if endpoint.admin_port is not None:
+        try:
+            admin_listener = _listen("127.0.0.1", endpoint.admin_port)
+        except BaseException:
+            listener.close()
+            raise
+    hosts = (LOOPBACK | {endpoint.host}) if is_loopback(endpoint.host) else None
+    app = create_app(engine, limits=limits, api_keys=endpoint.api_keys, hosts=hosts)
+    context: Context = app.state.context
+    if admin_listener is not None:
+        _with_admin(app, create_admin_app(context, endpoint.admin_keys), admin_listener)
+    server = _Server(app, context, endpoint.drain_seconds)
+    return _Bound(server, listener, admin_listener, _url(listener), _url(admin_listener) if admin_listener else None)
+
+
+def _with_admin(app: Starlette, admin: Starlette, listener: socket.socket) -> None:
+    """Serve the admin application for as long as the other one runs."""
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        server = _AdminServer(_config(admin, grace=1))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with inner(app) as state:
+                yield state
+        finally:
+            server.should_exit = True
+            await task
+
+    app.router.lifespan_context = lifespan
 
 
 def _url(listener: socket.socket) -> str:
@@ -102,10 +220,13 @@ class ServerHandle:
     """A server that runs in another thread.
 
     Attributes:
-        url: where it listens, without a trailing slash.
+        url, admin_url: where it listens, without a trailing slash.
+        context: its parts.
     """
 
     url: str
+    admin_url: str | None
+    context: Context
     _server: _Server
     _thread: threading.Thread
 
@@ -129,54 +250,53 @@ def serve_in_thread(
     limits: Limits | None = None,
     api_keys: tuple[str, ...] = (),
     no_auth: bool = False,
+    admin_port: int | None = None,
+    admin_keys: tuple[str, ...] = (),
 ) -> ServerHandle:
     """Serve in a thread of this process; returns once the port answers. Port 0 takes a free one.
 
     Raises:
-        ConfigError, CapacityError: see `check_exposure`; or the port is taken.
+        ConfigError, CapacityError: see `Endpoint.check`; or the port is taken.
     """
-    check_exposure(host, api_keys, no_auth)
-    listener = _listen(host, port)
-    url = _url(listener)
-    server = _server(engine, host, limits, api_keys, grace=1)
+    endpoint = Endpoint(
+        host=host, port=port, api_keys=api_keys, no_auth=no_auth, admin_port=admin_port, admin_keys=admin_keys
+    )
+    bound = _bind(engine, endpoint, limits)
+    server = bound.server
 
     def run() -> None:
         try:
-            server.run(sockets=[listener])
+            bound.run()
         finally:
-            listener.close()
             server.accepting.set()
 
     thread = threading.Thread(target=run, name="perilune-http", daemon=True)
     thread.start()
     server.accepting.wait()
     if not server.started:
-        raise CapacityError(f"the server did not start on {url}; its log says why")
-    return ServerHandle(url, server, thread)
+        raise CapacityError(f"the server did not start on {bound.url}; its log says why")
+    return ServerHandle(bound.url, bound.admin_url, server._context, server, thread)
 
 
 def serve(
     engine: Engine,
-    port: int = 8000,
+    endpoint: Endpoint | None = None,
     *,
-    host: str = "127.0.0.1",
     limits: Limits | None = None,
-    api_keys: tuple[str, ...] = (),
-    no_auth: bool = False,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str, str | None], None] | None = None,
 ) -> None:
-    """Serve in this thread until interrupted (Ctrl-C, SIGTERM); running answers get a few seconds to end.
+    """Serve in this thread until a signal; see the module for what the first and the second one do.
 
     Args:
-        on_ready: called with the URL once the socket is bound.
+        engine: answers.
+        endpoint: where, and for whom.
+        limits: of requests.
+        on_ready: called with the URLs of the API and of the admin port once the sockets are bound.
 
     Raises:
         ConfigError, CapacityError: see `serve_in_thread`.
     """
-    check_exposure(host, api_keys, no_auth)
-    listener = _listen(host, port)
-    server = _server(engine, host, limits, api_keys, grace=5)
+    bound = _bind(engine, endpoint or Endpoint(), limits)
     if on_ready is not None:
-        on_ready(_url(listener))
-    with contextlib.closing(listener):
-        server.run(sockets=[listener])
+        on_ready(bound.url, bound.admin_url)
+    bound.run()
