@@ -5,29 +5,38 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import importlib
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from perilune.cli import sandbox_manage
+from perilune.cli.sandbox_manage import one_name
+from perilune.cli.sandbox_sizes import size
 from perilune.errors import ConfigError, SandboxError
+
+if TYPE_CHECKING:
+    from perilune.sandbox import RemoteSandbox, RemoteSandboxes
 
 HELP = """usage: perilune sandbox COMMAND [options] [-- PROGRAM ARGUMENTS…]
 
-Run programs with files, processes and network of their own. A guest's changes end with it unless they are kept. Between commands a kept sandbox is paused: saved, no memory, no process.
+Run programs with files, processes and network of their own. A guest's changes end with it unless they are kept. Between commands a kept sandbox is paused: saved, no memory, no process. With --url they live in a service and run on.
 
   run [-- PROGRAM …]           in a new sandbox; its stdout is stdout, its stderr stderr, its exit code the exit code
   shell [NAME|SNAPSHOT]        a terminal in a new, a kept or a saved one
-  ps                           kept sandboxes and snapshots
-  snapshot NAME                save a kept sandbox as it is now under an id of its own
-  fork NAME|SNAPSHOT [-n N]    N kept copies
+  ps                           sandboxes and snapshots; --watch: again and again
+  snapshot NAME                save a sandbox as it is now under an id of its own
+  fork NAME|SNAPSHOT [-n N]    N copies
+  pause NAME                   save it and end its processes: no memory, no processor time
   resume NAME|SNAPSHOT [-- …]  run in a kept sandbox, or in a new one from a snapshot
   rm NAME|SNAPSHOT …           remove, and free what nothing else needs; --lost: all whose process was killed
-  doctor                       what works here, what it guarantees, what is missing
+  serve                        a service with keys over HTTP, and a page that lists its sandboxes
+  bench                        times, memory and overcommit of every driver that works here
+  doctor                       what works here, what it guarantees, what to install; --build: make guest images now
 
 options of run, shell and resume
   --name NAME, --keep          keep it (paused) when the program has ended; a name implies it
@@ -39,24 +48,17 @@ options of run, shell and resume
   --timeout SECONDS            exit code 124 after it (default 600)
   --env NAME=VALUE, --secret NAME   a variable; a secret's value is taken from this environment and never saved
   --cwd FOLDER                 /workspace (default)
-  --driver NAME                proc
+  --driver NAME                proc (default); doctor lists the others
+  --url URL                    of a service; also $PERILUNE_SANDBOX_URL, with its key in $PERILUNE_SANDBOX_KEY
   --json                       one JSON object on stdout
+options of serve and of bench: perilune sandbox serve --help, perilune sandbox bench --help
 """
 TIMED_OUT = 124
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"sandbox: {message}; see perilune sandbox --help")
-
-
-def _size(text: str) -> int:
-    number, unit = text.rstrip("bBiI").rstrip("kKmMgG"), text.rstrip("bBiI")[-1:].lower()
-    try:
-        return int(float(number) * _UNITS[unit if unit in _UNITS else ""])
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512M or 2G") from None
 
 
 def _parser() -> _Parser:
@@ -71,8 +73,8 @@ def _parser() -> _Parser:
     parser.add_argument("--tree", action="append", default=[])
     parser.add_argument("--network")
     parser.add_argument("--changes")
-    parser.add_argument("--memory", type=_size)
-    parser.add_argument("--disk", type=_size)
+    parser.add_argument("--memory", type=size)
+    parser.add_argument("--disk", type=size)
     parser.add_argument("--processes", type=int)
     parser.add_argument("--cpus", type=float)
     parser.add_argument("--timeout", type=float)
@@ -80,6 +82,9 @@ def _parser() -> _Parser:
     parser.add_argument("--secret", action="append", default=[])
     parser.add_argument("--cwd", default="/workspace")
     parser.add_argument("--driver", default="proc")
+    parser.add_argument("--url", default=os.environ.get("PERILUNE_SANDBOX_URL"))
+    parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--build", action="store_true")
     parser.add_argument("--lost", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -87,6 +92,8 @@ def _parser() -> _Parser:
 
 def run(args: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
+    if args and args[0] in _OWN_FLAGS:
+        return importlib.import_module(_OWN_FLAGS[args[0]]).run(args[1:])
     split = args.index("--") if "--" in args else len(args)
     flags, program = _parser().parse_args(args[:split]), args[split + 1 :]
     if flags.help or flags.command is None:
@@ -94,12 +101,12 @@ def run(args: list[str]) -> int:
         return 0 if flags.help else 2
     if flags.command not in _COMMANDS:
         raise ConfigError(
-            f"sandbox {flags.command!r} is not one of {', '.join(_COMMANDS)}; see perilune sandbox --help"
+            f"sandbox {flags.command!r} is not one of {', '.join((*_COMMANDS, *_OWN_FLAGS))}; see perilune sandbox --help"
         )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    from perilune.sandbox import Sandboxes
+    from perilune.sandbox import RemoteSandboxes, Sandboxes
 
-    with Sandboxes() as sandboxes:
+    with RemoteSandboxes(flags.url) if flags.url else Sandboxes() as sandboxes:
         return _COMMANDS[flags.command](sandboxes, flags, program)
 
 
@@ -146,6 +153,10 @@ def _opened(sandboxes: Any, flags: argparse.Namespace, source: str | None) -> It
         ]
         if given or flags.tree:
             raise ConfigError(f"--{(given or ['tree'])[0]} is decided when a sandbox is made; {source} has its own")
+    if flags.url:
+        with _opened_there(sandboxes, flags, source, keep) as box:
+            yield box
+        return
     if source is None:
         box = sandboxes.create(_spec(flags), driver=flags.driver, name=flags.name)
     elif source.startswith("snap-"):
@@ -177,6 +188,28 @@ def _opened(sandboxes: Any, flags: argparse.Namespace, source: str | None) -> It
                 print(f"kept: {box.name}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def _opened_there(
+    sandboxes: RemoteSandboxes, flags: argparse.Namespace, source: str | None, keep: bool
+) -> Iterator[RemoteSandbox]:
+    """The same at a service, where a kept sandbox runs on."""
+    if source is None:
+        box = sandboxes.create(_spec(flags), driver=flags.driver, name=flags.name)
+    elif source.startswith("snap-"):
+        box = sandboxes.resume(source, name=flags.name)
+    else:
+        box, keep = sandboxes.open(source), True
+        if box.state.value == "paused":
+            box.resume()
+    try:
+        yield box
+    finally:
+        if not keep:
+            box.destroy()
+        elif not flags.json:
+            print(f"kept: {box.name}", file=sys.stderr)
+
+
 def _run(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if flags.names:
         raise ConfigError(
@@ -186,13 +219,11 @@ def _run(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
 
 
 def _resume(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    return _program(sandboxes, flags, program, _one(flags, "resume"))
-
-
-def _one(flags: argparse.Namespace, command: str) -> str:
-    if len(flags.names) != 1:
-        raise ConfigError(f"sandbox {command} needs one name or snapshot; given: {' '.join(flags.names) or 'nothing'}")
-    return flags.names[0]
+    if flags.url and not program:
+        with _opened_there(sandboxes, flags, one_name(flags, "resume"), True) as box:
+            print(json.dumps({"sandbox": box.name, "id": box.id, "state": box.state.value}) if flags.json else box.name)
+        return 0
+    return _program(sandboxes, flags, program, one_name(flags, "resume"))
 
 
 def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], source: str | None) -> int:
@@ -225,7 +256,12 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
                 values[stream], values[f"{stream}_base64"] = "", base64.b64encode(data).decode()
         print(
             json.dumps(
-                {"sandbox": box.name, "kept": box.state.value == "paused", "truncated": result.truncated, **values}
+                {
+                    "sandbox": box.name,
+                    "kept": box.state.value != "dead" if flags.url else box.state.value == "paused",
+                    "truncated": result.truncated,
+                    **values,
+                }
             )
         )
     return TIMED_OUT if result.timed_out else result.code
@@ -237,7 +273,7 @@ def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
     from perilune.cli.terminal import relay
 
     env, secrets = _variables(flags)
-    with _opened(sandboxes, flags, _one(flags, "shell") if flags.names else None) as box:
+    with _opened(sandboxes, flags, one_name(flags, "shell") if flags.names else None) as box:
         env = {"TERM": os.environ.get("TERM", "xterm"), "PS1": f"{box.name}:\\w# ", **env}
         with contextlib.closing(
             box.terminal(program or ["/bin/sh"], env=env, secrets=secrets, cwd=flags.cwd)
@@ -245,146 +281,9 @@ def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
             return int(relay(process)["code"])
 
 
-def _ps(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    reaped = sandboxes.home.reap()
-    store = sandboxes.home.store
-    records = [
-        {name: getattr(record, name) for name in ("name", "id", "driver", "state", "snapshot", "created", "pid")}
-        for record in sandboxes.home.records()
-    ]
-    saved = []
-    for name in store.snapshots():
-        try:
-            snapshot = store.snapshot(name)
-            saved.append(
-                {key: getattr(snapshot, key) for key in ("id", "sandbox", "entries", "bytes", "created", "contains")}
-            )
-        except SandboxError as error:
-            saved.append({"id": name, "damaged": str(error)})
-    if flags.json:
-        print(
-            json.dumps({"sandboxes": records, "snapshots": saved, "store_bytes": store.used_bytes(), "reaped": reaped})
-        )
-        return 0
-    if reaped:
-        print(f"removed {reaped} sandboxes whose process was killed", file=sys.stderr)
-    print(f"{'SANDBOX':<24}{'DRIVER':<8}{'STATE':<10}{'AGE':>7}  SNAPSHOT")
-    for record in records:
-        print(
-            f"{record['name']:<24}{record['driver']:<8}{record['state']:<10}{_age(record['created']):>7}  {record['snapshot'] or ''}"
-        )
-    print(f"\n{'SNAPSHOT':<24}{'OF':<18}{'FILES':>7}{'BYTES':>14}{'AGE':>7}")
-    for entry in saved:
-        if "damaged" in entry:
-            print(f"{entry['id']:<24}{entry['damaged']}")
-        else:
-            print(
-                f"{entry['id']:<24}{entry['sandbox']:<18}{entry['entries']:>7}{entry['bytes']:>14,}{_age(entry['created']):>7}"
-            )
-    print(f"\nstore: {store.used_bytes():,} bytes in {store.root}")
-    return 0
-
-
-def _age(created: float) -> str:
-    seconds = max(0.0, time.time() - created)
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length:
-            return f"{int(seconds // length)}{unit}"
-    return f"{int(seconds)}s"
-
-
-def _saved_state(sandboxes: Any, name: str) -> str:
-    """The snapshot that a name stands for: itself, or the newest one of a paused sandbox."""
-    if name.startswith("snap-"):
-        return name
-    record = sandboxes.home.find(name)
-    if record.state != "paused" or record.snapshot is None:
-        raise SandboxError(f"sandbox {name} is {record.state}; only a paused one has a saved state")
-    return record.snapshot
-
-
-def _snapshot(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    store = sandboxes.home.store
-    made = store.copy(store.snapshot(_saved_state(sandboxes, _one(flags, "snapshot"))))
-    print(json.dumps(asdict(made)) if flags.json else made.id)
-    return 0
-
-
-def _fork(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    if flags.count < 1:
-        raise ConfigError(f"-n {flags.count}: at least 1 copy")
-    source = _one(flags, "fork")
-    snapshot = _saved_state(sandboxes, source)
-    prefix = flags.name or (None if source.startswith("snap-") else source)
-    made = [
-        sandboxes.shelve(snapshot, name=None if prefix is None else _free_name(sandboxes, prefix))
-        for _ in range(flags.count)
-    ]
-    if flags.json:
-        print(
-            json.dumps(
-                {"sandboxes": [{"name": record.name, "id": record.id, "snapshot": record.snapshot} for record in made]}
-            )
-        )
-    else:
-        print("\n".join(record.name for record in made))
-    return 0
-
-
-def _free_name(sandboxes: Any, prefix: str) -> str:
-    taken = {record.name for record in sandboxes.home.records()}
-    return next(name for number in range(1, len(taken) + 2) if (name := f"{prefix}-{number}") not in taken)
-
-
-def _rm(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    home = sandboxes.home
-    names = [*flags.names, *(record.name for record in home.records() if flags.lost and record.state == "lost")]
-    if not names and not flags.lost:
-        raise ConfigError("sandbox rm needs names or snapshots, or --lost")
-    snapshots = []
-    for name in names:
-        if name.startswith("snap-"):
-            snapshots.append(name)
-            continue
-        record = home.find(name)
-        home.remove(name)
-        if record.snapshot is not None and home.store.snapshot_path(record.snapshot).exists():
-            snapshots.append(record.snapshot)
-    freed = home.store.delete(snapshots)
-    print(
-        json.dumps({"removed": names, "freed_bytes": freed})
-        if flags.json
-        else f"removed {len(names)}, freed {freed:,} bytes"
-    )
-    return 0
-
-
-def _doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    from perilune.sandbox.drivers import DRIVERS
-
-    sandboxes.home.reap()
-    probes = [sandboxes.probe(name) for name in DRIVERS]
-    problems = sandboxes.home.store.verify()
-    if flags.json:
-        print(json.dumps({"drivers": [asdict(probe) for probe in probes], "store": {"root": str(sandboxes.home.store.root),
-                          "bytes": sandboxes.home.store.used_bytes(), "problems": problems}}))  # fmt: skip
-    else:
-        for probe in probes:
-            print(f"{probe.driver}: {'works' if probe.passed else 'does not work'}: {probe.reason}")
-            for guarantee in probe.guarantees:
-                print(f"  {'yes' if guarantee.held else 'no ':<4}{guarantee.name:<16}{guarantee.how}")
-            if not probe.passed:
-                print("  needs user namespaces with mounts in them: kernel 5.11 or newer, kernel.unprivileged_userns_clone=1 where "
-                      "there is such a setting,\n  and in a container the right to make them (docker run --privileged)")  # fmt: skip
-        print(
-            f"store: {sandboxes.home.store.used_bytes():,} bytes in {sandboxes.home.store.root}, {len(problems) or 'no'} problems"
-        )
-        for problem in problems:
-            print(f"  {problem}")
-    return 0 if all(probe.passed for probe in probes) and not problems else 1
-
-
-_COMMANDS = {
-    "run": _run, "shell": _shell, "ps": _ps, "snapshot": _snapshot, "fork": _fork, "resume": _resume, "rm": _rm,
-    "doctor": _doctor,
+_COMMANDS: dict[str, Callable[[Any, argparse.Namespace, list[str]], int]] = {
+    "run": _run, "shell": _shell, "ps": sandbox_manage.ps, "snapshot": sandbox_manage.snapshot, "fork": sandbox_manage.fork,
+    "pause": sandbox_manage.pause, "resume": _resume, "rm": sandbox_manage.rm, "doctor": sandbox_manage.doctor,
 }  # fmt: skip
+_OWN_FLAGS = {"serve": "perilune.cli.sandbox_serve", "bench": "perilune.cli.sandbox_bench"}
+"""Commands with a parser of their own."""

@@ -1,0 +1,232 @@
+"""`perilune sandbox`: the commands that list, copy, save and remove; here, or at a service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from perilune.errors import ConfigError, SandboxError
+
+WATCH_SECONDS = 1.0
+
+
+def one_name(flags: argparse.Namespace, command: str) -> str:
+    """The one name or snapshot that a command needs. Raises ConfigError."""
+    if len(flags.names) != 1:
+        raise ConfigError(f"sandbox {command} needs one name or snapshot; given: {' '.join(flags.names) or 'nothing'}")
+    return flags.names[0]
+
+
+def ps(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    """What there is; with --watch until interrupted."""
+    while True:
+        listed = _listed(sandboxes, flags)
+        if flags.json:
+            print(json.dumps(listed), flush=True)
+        else:
+            if flags.watch and sys.stdout.isatty():
+                print("\x1b[H\x1b[J", end="")
+            print(_table(listed), flush=True)
+        if not flags.watch:
+            return 0
+        time.sleep(WATCH_SECONDS)
+
+
+def _listed(sandboxes: Any, flags: argparse.Namespace) -> dict[str, Any]:
+    if flags.url:
+        usage = sandboxes.usage()
+        return {"sandboxes": sandboxes.records(), "snapshots": sandboxes.saved(), "store_bytes": usage["store_bytes"],
+                "reaped": 0, "usage": usage, "where": flags.url}  # fmt: skip
+    reaped = sandboxes.home.reap()
+    if reaped and not flags.json:
+        print(f"removed {reaped} sandboxes whose process was killed", file=sys.stderr)
+    names = ("name", "id", "driver", "state", "snapshot", "created", "pid")
+    records = [{name: getattr(record, name) for name in names} for record in sandboxes.home.records()]
+    store = sandboxes.home.store
+    return {"sandboxes": records, "snapshots": sandboxes.saved(), "store_bytes": store.used_bytes(), "reaped": reaped,
+            "where": str(store.root)}  # fmt: skip
+
+
+def _table(listed: dict[str, Any]) -> str:
+    there = "usage" in listed
+    lines = [f"{'SANDBOX':<24}{'DRIVER':<13}{'STATE':<10}{'AGE':>7}{'MEMORY':>11}  SNAPSHOT"]
+    for record in listed["sandboxes"]:
+        held = f"{record['memory_bytes'] / 2**20:.1f} MiB" if record.get("memory_bytes") else ""
+        lines.append(
+            f"{record['name']:<24}{record['driver']:<13}{record['state']:<10}{_age(record['created']):>7}{held:>11}  {record['snapshot'] or ''}"
+        )
+    lines.append(f"\n{'SNAPSHOT':<24}{'OF':<18}{'HOLDS':<9}{'ENTRIES':>8}{'BYTES':>15}{'AGE':>7}")
+    for entry in listed["snapshots"]:
+        if "damaged" in entry:
+            lines.append(f"{entry['id']:<24}{entry['damaged']}")
+        else:
+            lines.append(
+                f"{entry['id']:<24}{entry['sandbox']:<18}{entry['contains']:<9}{entry['entries']:>8}{entry['bytes']:>15,}{_age(entry['created']):>7}"
+            )
+    lines.append(f"\nstore: {listed['store_bytes']:,} bytes in {listed['where']}")
+    if there:
+        usage = listed["usage"]
+        held = usage["memory"]["pss"] + usage["memory"]["files"]
+        lines.append(
+            f"memory: {held / 2**20:.0f} MiB held of {usage['allowed_bytes'] / 2**20:.0f} allowed, "
+            f"{usage['promised_bytes'] / 2**20:.0f} promised ({usage['overcommit']:.1f}x); {usage['held']} with a machine, "
+            f"{usage['paused']} paused, {usage['warm']} warm"
+        )
+    return "\n".join(lines)
+
+
+def _age(created: float) -> str:
+    seconds = max(0.0, time.time() - created)
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def _saved_state(sandboxes: Any, name: str) -> str:
+    """The snapshot that a name stands for: itself, or the newest one of a paused sandbox."""
+    if name.startswith("snap-"):
+        return name
+    record = sandboxes.home.find(name)
+    if record.state != "paused" or record.snapshot is None:
+        raise SandboxError(f"sandbox {name} is {record.state}; only a paused one has a saved state")
+    return record.snapshot
+
+
+def snapshot(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    name = one_name(flags, "snapshot")
+    if flags.url:
+        box = sandboxes.open(name)
+        made = box.snapshot if box.state.value == "paused" else box.checkpoint().id
+        print(json.dumps({"id": made}) if flags.json else made)
+        return 0
+    store = sandboxes.home.store
+    made = store.copy(store.snapshot(_saved_state(sandboxes, name)))
+    print(json.dumps(asdict(made)) if flags.json else made.id)
+    return 0
+
+
+def fork(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    if flags.count < 1:
+        raise ConfigError(f"-n {flags.count}: at least 1 copy")
+    source = one_name(flags, "fork")
+    if flags.url:
+        return _fork_there(sandboxes, flags, source)
+    snapshot = _saved_state(sandboxes, source)
+    prefix = flags.name or (None if source.startswith("snap-") else source)
+    made = [
+        sandboxes.shelve(snapshot, name=None if prefix is None else _free_name(sandboxes, prefix))
+        for _ in range(flags.count)
+    ]
+    if flags.json:
+        print(
+            json.dumps(
+                {"sandboxes": [{"name": record.name, "id": record.id, "snapshot": record.snapshot} for record in made]}
+            )
+        )
+    else:
+        print("\n".join(record.name for record in made))
+    return 0
+
+
+def _fork_there(sandboxes: Any, flags: argparse.Namespace, source: str) -> int:
+    if source.startswith("snap-"):
+        made = [sandboxes.resume(source) for _ in range(flags.count)]
+    else:
+        made = sandboxes.open(source).fork(flags.count)
+    if flags.json:
+        print(json.dumps({"sandboxes": [{"name": box.name, "id": box.id, "snapshot": box.snapshot} for box in made]}))
+    else:
+        print("\n".join(box.name for box in made))
+    return 0
+
+
+def pause(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    """Save a sandbox of a service and end its processes; one that is kept here is paused between commands anyway."""
+    name = one_name(flags, "pause")
+    if flags.url:
+        box = sandboxes.open(name)
+        saved = box.pause()
+        snapshot = None if saved is None else saved.id
+    else:
+        record = sandboxes.home.find(name)
+        if record.state != "paused":
+            raise SandboxError(
+                f"sandbox {name} is {record.state}, of process {record.pid}; one that a service has is paused with --url URL"
+            )
+        snapshot = record.snapshot
+    print(json.dumps({"sandbox": name, "state": "paused", "snapshot": snapshot}) if flags.json else snapshot)
+    return 0
+
+
+def _free_name(sandboxes: Any, prefix: str) -> str:
+    taken = {record.name for record in sandboxes.home.records()}
+    return next(name for number in range(1, len(taken) + 2) if (name := f"{prefix}-{number}") not in taken)
+
+
+def rm(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    if flags.url:
+        names = [*flags.names, *(row["name"] for row in sandboxes.records() if flags.lost and row["state"] == "lost")]
+        return _removed(flags, names, sandboxes.remove(names))
+    home = sandboxes.home
+    names = [*flags.names, *(record.name for record in home.records() if flags.lost and record.state == "lost")]
+    if not names and not flags.lost:
+        raise ConfigError("sandbox rm needs names or snapshots, or --lost")
+    snapshots = []
+    for name in names:
+        if name.startswith("snap-"):
+            snapshots.append(name)
+            continue
+        record = home.find(name)
+        home.remove(name)
+        if record.snapshot is not None and home.store.snapshot_path(record.snapshot).exists():
+            snapshots.append(record.snapshot)
+    return _removed(flags, names, home.store.delete(snapshots))
+
+
+def _removed(flags: argparse.Namespace, names: list[str], freed: int) -> int:
+    print(
+        json.dumps({"removed": names, "freed_bytes": freed})
+        if flags.json
+        else f"removed {len(names)}, freed {freed:,} bytes"
+    )
+    return 0
+
+
+def doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    """What each driver's probe found, and whether the store is whole."""
+    from perilune.sandbox.drivers import DRIVERS
+
+    problems: list[str] = []
+    if flags.url:
+        probes = sandboxes.probes()
+        where, used = flags.url, sandboxes.usage()["store_bytes"]
+    else:
+        sandboxes.home.reap()
+        for name in DRIVERS if flags.build else ():
+            build = getattr(sandboxes.driver(name), "build", None)
+            if build is not None:
+                build(force=True)
+        probes = [sandboxes.probe(name) for name in DRIVERS]
+        problems = sandboxes.home.store.verify()
+        where, used = str(sandboxes.home.store.root), sandboxes.home.store.used_bytes()
+    if flags.json:
+        store = {"root": where, "bytes": used, "problems": problems}
+        print(json.dumps({"drivers": [asdict(probe) for probe in probes], "store": store}))
+    else:
+        for probe in probes:
+            print(f"{probe.driver}: {'works' if probe.passed else 'does not work'}: {probe.reason}")
+            for guarantee in probe.guarantees:
+                print(f"  {'yes' if guarantee.held else 'no ':<4}{guarantee.name:<16}{guarantee.how}")
+            if not probe.passed and probe.driver == "proc":
+                print("  needs user namespaces with mounts in them: kernel 5.11 or newer, kernel.unprivileged_userns_clone=1 where "
+                      "there is such a setting,\n  and in a container the right to make them (docker run --privileged)")  # fmt: skip
+        print(f"store: {used:,} bytes in {where}, {len(problems) or 'no'} problems")
+        for problem in problems:
+            print(f"  {problem}")
+    # A machine need not have every mechanism; one that works is enough, and a store must be whole.
+    return 0 if any(probe.passed for probe in probes) and not problems else 1
