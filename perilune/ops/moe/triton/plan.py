@@ -120,7 +120,7 @@ def _place_kernel(
     inside = slot < slots
     expert = tl.load(index + slot, inside, 0).to(tl.int32)
     rank = tl.load(before + block.to(tl.int64) * experts + expert, inside, 0)
-    for piece in tl.static_range(0, SLOTS, PIECE):
+    for piece in range(0, SLOTS, PIECE):
         other = piece + tl.arange(0, PIECE)
         mate = tl.load(index + block * SLOTS + other, block * SLOTS + other < slots, -1).to(tl.int32)
         same = (expert[:, None] == mate[None, :]) & (other[None, :] < at[:, None])
