@@ -33,51 +33,51 @@ KERNEL(THREADS, 1) backward(
     const float shift = -0.5f * LOG2E * lower_bound;
 
     const auto chunk_of = [&](int program) {
+        if (program >= programs) return Chunk{program, 0, 0, 0};
         const int chunk = program / heads;
         return Chunk{program, program % heads, chunks[2 * chunk], chunks[2 * chunk + 1]};
     };
-    const auto ask_rows = [&](int program) {
-        if (program < programs) {
-            const Chunk x = chunk_of(program);
+    const auto ask_rows = [&](const Chunk& x) {
+        if (x.program < programs) {
             fetch_rows<K>(m.q, q + (i64)x.start * q_token + (i64)(x.head / group) * q_head, q_token, x.count);
             fetch_rows<K>(m.k, k + (i64)x.start * k_token + (i64)(x.head / group) * k_head, k_token, x.count);
             fetch_rows<K>(m.g, g + (i64)x.start * g_token + (i64)x.head * g_head, g_token, x.count);
         }
         copy_commit();
     };
-    const auto ask_first = [&](int program) {
-        if (program < programs) {
-            const Chunk x = chunk_of(program);
+    const auto ask_first = [&](const Chunk& x) {
+        if (x.program < programs) {
             fetch_rows<V>(m.d_o, d_o + (i64)x.start * do_token + (i64)x.head * do_head, do_token, x.count);
             fetch_rows<V>(m.e, E + ((i64)x.start * heads + x.head) * V, (i64)heads * V, x.count);
-            fetch_state(m.s, S + (i64)program * (V * K));
+            fetch_state(m.s, S + (i64)x.program * (V * K));
         }
         copy_commit();
     };
-    const auto ask_second = [&](int program) {
-        if (program < programs) {
-            fetch_rows<V>(m.u, U + (i64)program * (CHUNK * V), V, CHUNK);
-            fetch_state(m.ds, dS + (i64)program * (V * K));
+    const auto ask_second = [&](const Chunk& x) {
+        if (x.program < programs) {
+            fetch_rows<V>(m.u, U + (i64)x.program * (CHUNK * V), V, CHUNK);
+            fetch_state(m.ds, dS + (i64)x.program * (V * K));
         }
         copy_commit();
     };
-    ask_rows(blockIdx.x);
-    ask_first(blockIdx.x);
-    ask_second(blockIdx.x);
+    Chunk chunk = chunk_of(blockIdx.x);
+    ask_rows(chunk);
+    ask_first(chunk);
+    ask_second(chunk);
 
     for (int program = blockIdx.x; program < programs; program += gridDim.x) {
-        const Chunk chunk = chunk_of(program);
-        const int head = chunk.head, start = chunk.start, count = chunk.count, next = program + gridDim.x;
+        const int head = chunk.head, start = chunk.start, count = chunk.count;
         const float rate = HAS_A ? exp2_fast(LOG2E * a_log[head]) : 1.0f;
         const auto out = [&](const Place& p, int h) { return ((i64)(start + p.row + h) * heads + head) * K + 32 * p.w; };
         Own own;
 
         copy_wait<2>();
         sync_threads();
+        if (threadIdx.x == 0) m.next = chunk_of(program + gridDim.x);
         factors(m, own, dt_bias + head * K, rate, lower_bound, shift, count);
         copy_wait<0>();
         sync_threads();
-        ask_rows(next);
+        ask_rows(m.next);
 
         key_operands(m, own, shift);
 #pragma unroll 1
@@ -99,8 +99,8 @@ KERNEL(THREADS, 1) backward(
             float along[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float of_q = scale * own.q_rstd[h], of_k = -own.k_rstd[h];
-                const float diagonal = m.diagonal[p.row + h] * own.q_rstd[h] * own.k_rstd[h];
+                const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
+                const float diagonal = m.diagonal[p.row + h] * m.q_rstd[p.row + h] * m.k_rstd[p.row + h];
 #pragma unroll
                 for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -110,17 +110,18 @@ KERNEL(THREADS, 1) backward(
                         d_k[j][i] *= own.up[j][i] * of_k;
                         d_G[j][i] = fmaf(q_raw, d_q[j][i], k_raw * d_k[j][i]);
                         d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i]);
+                        d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i]);
                         along[h] = fmaf(d_q[j][i], q_raw, along[h]);
                     }
             }
             put_along(m.along[0], along, p);
         }
         sync_threads();
-        ask_first(next);
+        ask_first(m.next);
 
         {
             const Place p = here();
-            through_norm(d_q, own.q, own.q_rstd, m.along[0], p);
+            through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
 #pragma unroll
             for (int h = 0; h < 2; h++) store_row(dq + out(p, h), d_q, h, p.lane, p.row + h < count);
         }
@@ -137,14 +138,14 @@ KERNEL(THREADS, 1) backward(
             float along[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float diagonal = m.diagonal[p.row + h] * own.q_rstd[h] * own.k_rstd[h];
+                const float k_rstd = m.k_rstd[p.row + h];
 #pragma unroll
                 for (int j = 0; j < 4; j++)
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
-                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * own.k_rstd[h] * reciprocal(own.up[j][i]);
+                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * k_rstd * reciprocal(own.up[j][i]);
                         d_G[j][i] = fmaf(-k_raw, d, d_G[j][i]);
-                        d_k[j][i] += fmaf(diagonal, own.q_at(j, i), d);
+                        d_k[j][i] += d;
                         along[h] = fmaf(d_k[j][i], k_raw, along[h]);
                     }
             }
@@ -161,10 +162,10 @@ KERNEL(THREADS, 1) backward(
             put_along(m.along[1], along, p);
         }
         sync_threads();
-        ask_second(next);
+        ask_second(m.next);
 
         const Place p = here();
-        through_norm(d_k, own.k, own.k_rstd, m.along[1], p);
+        through_norm(d_k, own.k, m.k_rstd, m.along[1], p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dk + out(p, h), d_k, h, p.lane, p.row + h < count);
         // The logits once more, most likely from the L2 cache.
@@ -172,6 +173,7 @@ KERNEL(THREADS, 1) backward(
         const float d_rate = through_gate(m, d_G, after, logits, g_token, dt_bias + head * K, rate, lower_bound, count, p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dz + out(p, h), d_G, h, p.lane, p.row + h < count);
+        chunk = m.next;
         if (HAS_A && p.lane == 0) m.rate[p.warp] = d_rate;
         if (HAS_A || HAS_BIAS) {
             sync_threads();

@@ -24,13 +24,13 @@ def kernel(
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32
-    floats = 17 * key_dim + 4 * CHUNK * warps_across + CHUNK + 4 * warps_across
+    words = 17 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 4
     return Kernel(
         Path(__file__).parent / "backward.cu",
         "backward",
         "P" * 18 + "f" * 3 + "i" * 13,
         threads=4 * key_dim,
-        shared_bytes=5 * k + 3 * v + 4 * key_dim * value_dim + 4 * CHUNK * CHUNK + 4 * floats,
+        shared_bytes=5 * k + 3 * v + 4 * key_dim * value_dim + 4 * CHUNK * CHUNK + 4 * words,
         defines={"KEY_DIM": key_dim, "VALUE_DIM": value_dim} | {name: int(flag) for name, flag in flags.items()},
     )
 

@@ -21,6 +21,11 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST_BETA = 1e-12f;  // a write strength of 0 is computed as this: the gradient divides by it
 constexpr int ROWS_K = CHUNK * K * 2, ROWS_V = CHUNK * V * 2, STATE = V * K * 2, SQUARE = CHUNK * CHUNK * 2;
 
+// A chunk of a head: its number, the head, its first token and how many it has.
+struct Chunk {
+    int program, head, start, count;
+};
+
 struct Shared {
     u8 q[ROWS_K], k[ROWS_K], g[ROWS_K];
     u8 d_o[ROWS_V], e[ROWS_V], u[ROWS_V];
@@ -35,8 +40,10 @@ struct Shared {
     float through[K];                      // gamma sum_v S dS
     float squares[2][CHUNK][WIDTH];        // |q|^2 and |k|^2 of a warp's channels
     float along[2][CHUNK][WIDTH];          // of q dq and k dk
+    float q_rstd[CHUNK], k_rstd[CHUNK];    // 1 / |q| and 1 / |k|
     float diagonal[CHUNK];                 // of scale dP
     float rate[WARPS];
+    Chunk next;
 };
 
 DEVICE float total(const float (&part)[WIDTH]) {
@@ -75,17 +82,11 @@ DEVICE void scale_rows(float (&x)[4][4], const float (&factor)[2]) {
 
 DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two); }
 
-// A chunk of a head: its number, the head, its first token and how many it has.
-struct Chunk {
-    int program, head, start, count;
-};
-
-// What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients: q and k before the L2 norm, and
-// 1 / their norms, with which a gradient is multiplied at once, so that its product with the raw q or k is that of the
-// normalised ones.
+// What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients: q and k before the L2 norm. A
+// gradient is multiplied by 1 / the norm at once, so that its product with the raw q or k is that of the normalised ones.
 struct Own {
     u32 q[2][4], k[2][4];
-    float up[4][4], q_rstd[2], k_rstd[2];
+    float up[4][4];
     __device__ __forceinline__ float q_at(int j, int i) const { return half_of(q[i >> 1][j], i & 1); }
     __device__ __forceinline__ float k_at(int j, int i) const { return half_of(k[i >> 1][j], i & 1); }
 };
@@ -215,14 +216,18 @@ DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, flo
 }
 
 // Norms, and the keys as operands.
-DEVICE void key_operands(Shared& m, Own& own, float shift) {
+DEVICE void key_operands(Shared& m, const Own& own, float shift) {
     const Place p = here();
-    float step[2];
+    float step[2], k_rstd[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         step[h] = exp2_fast(shift * (2 * p.r + 1 + h));
-        own.q_rstd[h] = L2 ? rsqrt_fast(total(m.squares[0][p.row + h]) + 1e-6f) : 1.0f;
-        own.k_rstd[h] = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
+        const float q_rstd = L2 ? rsqrt_fast(total(m.squares[0][p.row + h]) + 1e-6f) : 1.0f;
+        k_rstd[h] = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
+        if (p.c == 0 && p.w == 0) {
+            m.q_rstd[p.row + h] = q_rstd;
+            m.k_rstd[p.row + h] = k_rstd[h];
+        }
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -230,8 +235,8 @@ DEVICE void key_operands(Shared& m, Own& own, float shift) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int at = own_at(p, h, j), i = 2 * h;
-            const float a = own.k_at(j, i) * own.k_rstd[h] * reciprocal(own.up[j][i]);
-            const float b = own.k_at(j, i + 1) * own.k_rstd[h] * reciprocal(own.up[j][i + 1]);
+            const float a = own.k_at(j, i) * k_rstd[h] * reciprocal(own.up[j][i]);
+            const float b = own.k_at(j, i + 1) * k_rstd[h] * reciprocal(own.up[j][i + 1]);
             *(u32*)(m.near + at) = pack(a, b);
             *(u32*)(m.far + at) = pack(a * f.x * step[h], b * f.y * step[h]);
         }
@@ -243,7 +248,7 @@ DEVICE void query_operands(Shared& m, const Own& own, float scale) {
     const Place p = here();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float of_q = scale * own.q_rstd[h], of_k = -own.k_rstd[h];
+        const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int at = own_at(p, h, j), i = 2 * h;
@@ -280,26 +285,27 @@ DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
 DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float shift) {
     const Place p = here();
-    const float rows[2] = {own.k_rstd[0] * exp2_fast(shift * (2 * p.r + 1)), own.k_rstd[1] * exp2_fast(shift * (2 * p.r + 2))};
-    float sum[4][2], f[4][2];
+    float rows[2];
 #pragma unroll
-    for (int j = 0; j < 4; j++) f[j][0] = f[j][1] = 1.0f;
+    for (int h = 0; h < 2; h++) rows[h] = m.k_rstd[p.row + h] * exp2_fast(shift * (2 * p.r + 1 + h));
+    float sum[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 f = make_float2(1.0f, 1.0f);
 #pragma unroll 1
-    for (int i = BLOCKS - 1; i >= p.block; i--)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int i = BLOCKS - 1; i >= p.block; i--) {
             const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
-            f[j][0] *= one.x;
-            f[j][1] *= one.y;
+            f.x *= one.x;
+            f.y *= one.y;
         }
-#pragma unroll
-    for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float a = d_key[j][e] * rows[0] * f[j][e] * reciprocal(own.up[j][e]);
-            const float b = d_key[j][2 + e] * rows[1] * f[j][e] * reciprocal(own.up[j][2 + e]);
+            const float factor = e ? f.y : f.x;  // before 1 / up: the product of the other two may pass the range
+            const float a = d_key[j][e] * rows[0] * factor * reciprocal(own.up[j][e]);
+            const float b = d_key[j][2 + e] * rows[1] * factor * reciprocal(own.up[j][2 + e]);
             sum[j][e] = fmaf(a, own.k_at(j, e), b * own.k_at(j, 2 + e));
         }
+    }
     const float one = column_sum(sum, p.lane);
     m.tail[p.block][column_of(p.w, p.lane)] = one;
 }
@@ -338,12 +344,12 @@ DEVICE void put_along(float (&part)[CHUNK][WIDTH], const float (&along)[2], cons
 
 // Through the L2 norm: x is the gradient of a normalised row times 1 / the norm, `raw` the row before.
 DEVICE void through_norm(
-    float (&x)[4][4], const u32 (&raw)[2][4], const float (&rstd)[2], const float (&along)[CHUNK][WIDTH], const Place& p
+    float (&x)[4][4], const u32 (&raw)[2][4], const float (&rstd)[CHUNK], const float (&along)[CHUNK][WIDTH], const Place& p
 ) {
     if (!L2) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float sum = total(along[p.row + h]) * (rstd[h] * rstd[h]);
+        const float sum = total(along[p.row + h]) * (rstd[p.row + h] * rstd[p.row + h]);
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
