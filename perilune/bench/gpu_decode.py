@@ -10,6 +10,7 @@ norm and the output gate that ours includes.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from perilune.bench.harness import Row, append, commit, copy_ceiling, device_name, versions
 from perilune.errors import ConfigError
-from perilune.ops.kda import kda_decode_step, triton_forms
+from perilune.ops.choice import force
+from perilune.ops.kda import kda_decode_step
 from perilune.ops.kda.verify import Projections, kda_verify_step
 
 SIZE, TAPS, LOWER_BOUND = 128, 4, -5.0
@@ -138,25 +140,21 @@ def verify_bytes(batch: int, heads: int, accepted: int) -> float:
 
 
 def run(results: Path | None = None) -> list[Row]:
-    """Measure all rows, for both forms of the kernels; print them and append them to `results`.
+    """Measure all rows, those of a decode step for the CUDA kernel and for Triton's; print them and append them to `results`.
 
     Raises:
         ConfigError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise ConfigError("these rows need a CUDA device; torch sees none")
-    rows, chosen = [], triton_forms.SLICES
-    try:
-        for triton_forms.SLICES, suffix in ((False, ""), (True, "_slices")):
-            for row in _rows(suffix):
-                report(row, results)
-                rows.append(row)
-    finally:
-        triton_forms.SLICES = chosen
+    rows = []
+    for row in itertools.chain(_decode_rows("cuda", ""), _verify_rows(), _decode_rows("triton", "_triton")):
+        report(row, results)
+        rows.append(row)
     return rows
 
 
-def _rows(suffix: str) -> Iterator[Row]:
+def _decode_rows(implementation: str, suffix: str) -> Iterator[Row]:
     for batch, heads in SHAPES:
         state_bytes = 8.0 * batch * heads * SIZE * SIZE
         count = sets(state_bytes)
@@ -164,14 +162,18 @@ def _rows(suffix: str) -> Iterator[Row]:
         ours = [_decode(batch, heads) for _ in range(count)]
         shape = f"B={batch} H={heads} d={SIZE}, fp32 state, whole step"
         peer = "fla-core, recurrence alone" if peers else ""
-        yield make_row(f"kda_decode_B{batch}_H{heads}{suffix}", shape, ours, state_bytes, peer, peers)
+        with force(implementation):
+            yield make_row(f"kda_decode_B{batch}_H{heads}{suffix}", shape, ours, state_bytes, peer, peers)
+
+
+def _verify_rows() -> Iterator[Row]:
     for batch, heads in VERIFY_SHAPES:
         for accepted in (0, DRAFTS // 2, DRAFTS):
             traffic = verify_bytes(batch, heads, accepted)
             passes = traffic / (4.0 * batch * heads * SIZE * SIZE)
             shape = f"B={batch} H={heads} d={SIZE}, {accepted} of {DRAFTS} folded, {DRAFTS + 1} scored, {passes:.2f} state passes"
             ours = [_verify(batch, heads, accepted) for _ in range(sets(traffic))]
-            yield make_row(f"kda_verify_B{batch}_H{heads}_m{accepted}{suffix}", shape, ours, traffic)
+            yield make_row(f"kda_verify_B{batch}_H{heads}_m{accepted}", shape, ours, traffic)
 
 
 def report(row: Row, results: Path | None) -> None:

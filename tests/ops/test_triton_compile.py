@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from compiled_for_hopper import compiled
 
 from perilune.ops.attnres import triton_mix, triton_overlap, triton_two_phase
-from perilune.ops.kda import triton_decode, triton_slices, triton_verify, triton_verify_slices
+from perilune.ops.kda import triton_decode, triton_verify
 from perilune.ops.kda.verify import Projections
 from perilune.ops.triton import norm, short_conv, situ_glu
 
@@ -105,10 +105,8 @@ CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes th
     "decode, a few heads": (lambda: decode(triton_decode.decode_step, 1), 0),
     "decode, many heads": (lambda: decode(triton_decode.decode_step, 16), 64),
     "decode, pool": (lambda: decode(triton_decode.decode_step, 16, torch.zeros(16, dtype=torch.int64)), 64),
-    "decode, slices": (lambda: decode(triton_slices.decode_step, 16), 0),
-    "verify": (lambda: verify(triton_verify.verify_step, True), 512),
-    "verify, slices": (lambda: verify(triton_verify_slices.verify_step, True), 0),
-    "verify, slices, first window": (lambda: verify(triton_verify_slices.verify_step, False), 0),
+    "verify": (lambda: verify(triton_verify.verify_step, True), 0),
+    "verify, first window": (lambda: verify(triton_verify.verify_step, False), 0),
     "read": (lambda: depth(False), 0),
     "read, backward": (lambda: depth(True), 256),
     "two phases": (lambda: triton_two_phase.phase_one([half(64, WIDTH)] * 8, full(24, WIDTH), 1e-5), 0),

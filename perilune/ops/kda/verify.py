@@ -21,6 +21,7 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
 from perilune.ops.kda.decode import kda_decode_step, readable
 from perilune.ops.kda.decode import select as select_decode
+from perilune.ops.triton.available import obstacle as triton_obstacle
 
 
 class Projections(NamedTuple):
@@ -44,7 +45,7 @@ class Projections(NamedTuple):
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say which implementation `kda_verify_step` runs for activations of `dtype` on `device`, and why."""
     choice = select_decode(device, dtype)
-    if choice.implementation == "triton":
+    if choice.implementation in ("cuda", "triton") and triton_obstacle(torch.device(device), dtype) is None:
         return Choice("triton", "both windows in one launch, the state read and written once")
     return Choice("torch", f"a decode step a token ({choice.implementation}: {choice.reason})")
 
@@ -115,11 +116,9 @@ def kda_verify_step(
     if select(new.qkv_BTX.device, new.qkv_BTX.dtype).implementation == "triton" and _readable(
         new, gate_BTHV, pending, weights, window_BXW1, state_BHVK
     ):
-        from perilune.ops.kda import triton_forms
+        from perilune.ops.kda.triton_verify import verify_step
 
-        return triton_forms.verify_step()(
-            new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers
-        )
+        return verify_step(new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers)
     return _by_steps(new, gate_BTHV, pending, accepted_B, weights, window_BXW1, state_BHVK, index_B, numbers)
 
 

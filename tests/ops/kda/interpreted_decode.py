@@ -8,15 +8,7 @@ from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
-from perilune.ops.kda import triton_forms
 from perilune.ops.kda.decode import kda_decode_step, select
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the kernels."""
-    monkeypatch.setattr(triton_forms, "SLICES", request.param)
-
 
 SHAPES = [  # B, H, K, V, W
     (1, 2, 64, 64, 4),

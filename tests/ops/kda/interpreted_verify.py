@@ -7,14 +7,7 @@ import torch
 from test_kda_verify import by_plain_decoding, make_case, relative_error, run
 
 from perilune.ops.choice import force
-from perilune.ops.kda import triton_forms
 from perilune.ops.kda.verify import select
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["heads", "slices"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the kernels."""
-    monkeypatch.setattr(triton_forms, "SLICES", request.param)
 
 
 def test_select_takes_the_kernel() -> None:

@@ -52,20 +52,21 @@ DEVICE float decay(float z, float rate, float lower_bound) {
     return z == z ? exp2_fast(-LOG2E * rate * softplus) : z;  // fmaxf drops a NaN
 }
 
-// Sums over a row's lanes of COUNT numbers each; the lane's number `lane of the row / SPREAD` comes back in x[0].
-template <int COUNT> DEVICE void fold(float (&x)[COUNT], int lane) {
-    int mask = ACROSS / 2;
+// Sums over a row's lanes of COUNT numbers each; the lane's number `lane of the row / SPREAD` comes back in x[0]. A
+// recursion, since of a loop the compiler would keep x in memory.
+template <int HALF, int MASK, int COUNT> DEVICE void fold(float (&x)[COUNT], int lane) {
+    if constexpr (HALF > 0) {
+        const bool upper = lane & MASK;
 #pragma unroll
-    for (int half = COUNT / 2; half; half >>= 1, mask >>= 1) {
-        const bool upper = lane & mask;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float keep = upper ? x[i + half] : x[i], give = upper ? x[i] : x[i + half];
-            x[i] = keep + shuffle_xor(give, mask);
+        for (int i = 0; i < HALF; i++) {
+            const float keep = upper ? x[i + HALF] : x[i], give = upper ? x[i] : x[i + HALF];
+            x[i] = keep + shuffle_xor(give, MASK);
         }
+        fold<HALF / 2, MASK / 2>(x, lane);
+    } else if constexpr (MASK > 0) {
+        x[0] += shuffle_xor(x[0], MASK);
+        fold<0, MASK / 2>(x, lane);
     }
-#pragma unroll
-    for (; mask; mask >>= 1) x[0] += shuffle_xor(x[0], mask);
 }
 
 KERNEL(THREADS, 1) decode(
@@ -169,7 +170,7 @@ KERNEL(THREADS, 1) decode(
             sums[M + m] = fmaf(s.w, q.w, fmaf(s.z, q.z, fmaf(s.y, q.y, s.x * q.x)));
             S[m] = s;
         }
-        fold(sums, lane);
+        fold<M, ACROSS / 2>(sums, lane);
         float u = beta * (shared.mixed[2 * K + row_of_sum] - sums[0]);  // only where this lane's sum is one of S k
         const float o = scale * fmaf(shuffle(u, mine), cross, sums[0]);  // only where it is one of S q
         float* to = state + (slot * heads + head) * (V * K) + first * K + 4 * across;
