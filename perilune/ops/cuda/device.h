@@ -61,6 +61,9 @@ DEVICE float shuffle(float x, int from) { return __shfl_sync(0xffffffffu, x, fro
 DEVICE float shuffle_up(float x, int by) { return __shfl_up_sync(0xffffffffu, x, by); }
 DEVICE u32 shuffle(u32 x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 
+// warp: a number that is the same in all lanes, so that the compiler knows it.
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // warp: four 8x8 matrices of bfloat16 from shared memory; lane i gives the address of row i % 8 of matrix i / 8 (16 bytes,

@@ -279,6 +279,8 @@ inline float shuffle_up(float x, int by) {
     return shuffle(x, lane < by ? lane : lane - by);
 }
 
+inline int uniform(int x) { return (int)emulated_shuffle((u32)x, 0); }
+
 inline void emulated_load(u32 (&r)[4], const void* row, bool transposed) {
     emulator::current->row = const_cast<void*>(row);
     emulator::together(emulator::LOAD, [transposed](emulator::Thread* lanes) {

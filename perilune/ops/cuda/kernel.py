@@ -178,7 +178,7 @@ class Kernel:
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
         """What the compiler is told."""
-        target = "--gpu-architecture=sm_{}{}a".format(*capability)
+        target = "--gpu-architecture=sm_{}{}".format(*capability) + ("a" if capability >= (9, 0) else "")
         return (target, *OPTIONS, *(f"-D{name}={value}" for name, value in self.defines.items()))
 
     def _headers(self) -> list[Path]:

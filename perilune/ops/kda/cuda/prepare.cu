@@ -22,7 +22,8 @@
 constexpr int CHUNK = 64, TILE = 32, THREADS = 128, GROUPS = K / 32;
 constexpr int SUM_STRIDE = K + 4, L_STRIDE = 80;  // floats of a row; free of bank conflicts in steps 2 to 4
 constexpr int BETA = 0, SUMS = 256, SQUARE = SUMS + CHUNK * SUM_STRIDE * 4;  // bytes
-constexpr int ENDS = SQUARE, FACTORS = ENDS + 2 * K * 4;                     // before L is there
+constexpr int ENDS = SQUARE, ENTERS = ENDS + 8 * K, LEAVES = ENTERS + 8 * K;  // before L is there: a tile's sum, what its
+                                                                              // rows have before them and after them
 constexpr int A_STRIDE = 72;                                                 // bfloat16 of a row, where the sums were
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST_LOG2 = -150.0f;  // 2^-150 is nothing beside any other term
@@ -191,9 +192,10 @@ prepare(
     float* const sums = (float*)(memory + SUMS);
     float* const square = (float*)(memory + SQUARE);
     float* const ends = (float*)(memory + ENDS);
-    float* const factors = (float*)(memory + FACTORS);
+    float* const enters = (float*)(memory + ENTERS);
+    float* const leaves = (float*)(memory + LEAVES);
 
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, i = lane / 4, t = lane % 4;
+    const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, i = lane / 4, t = lane % 4;
     const i64 program = blockIdx.x;
     const int chunk = blockIdx.x / heads, head = blockIdx.x % heads;
     const i64 start = chunks[2 * chunk];
@@ -239,10 +241,12 @@ prepare(
             else running_sums<false>(end, z, gate_rows - r, own + r * SUM_STRIDE, slope, offset, bound);
         }
         ends[tile * K + channel] = end.x;
-        factors[(1 - tile) * K + channel] = exp2_fast(end.x);
+        (tile ? leaves : enters + K)[channel] = exp2_fast(end.x);
+        (tile ? leaves + K : enters)[channel] = 1.0f;
         if (K == 128) {
             ends[tile * K + channel + 1] = end.y;
-            factors[(1 - tile) * K + channel + 1] = exp2_fast(end.y);
+            (tile ? leaves : enters + K)[channel + 1] = exp2_fast(end.y);
+            (tile ? leaves + K : enters)[channel + 1] = 1.0f;
         }
     }
     if (thread < CHUNK) {
@@ -284,12 +288,8 @@ prepare(
 #pragma unroll
         for (int c = 0; c < 8; c += 4) {
             *(float4*)(end + c) = *(const float4*)(ends + tile * K + 32 * j + 8 * t + c);
-            *(float4*)(enter + c) = *(const float4*)(factors + tile * K + 32 * j + 8 * t + c);
-        }
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            leave[c] = tile ? 1.0f : enter[c];
-            enter[c] = tile ? enter[c] : 1.0f;
+            *(float4*)(enter + c) = *(const float4*)(enters + tile * K + 32 * j + 8 * t + c);
+            *(float4*)(leave + c) = *(const float4*)(leaves + tile * K + 32 * j + 8 * t + c);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
