@@ -162,9 +162,10 @@ def first_difference(recorded: str, wanted: str) -> tuple[str, str, str]:
 
     A machine's is a line of `name=value` parts (how it runs, kernel, image, memory); any other is one part, "template_hash".
     """
-    parts = [
-        dict(part.partition("=")[::2] for part in text.split()) if "=" in text else {} for text in (recorded, wanted)
-    ]
+    parts: list[dict[str, str]] = []
+    for text in (recorded, wanted):
+        pairs = (part.partition("=") for part in text.split() if "=" in part)
+        parts.append({name: value for name, _, value in pairs})
     for name in parts[1]:
         if parts[0].get(name) != parts[1][name]:
             return name, parts[0].get(name, ""), parts[1][name]

@@ -1,4 +1,4 @@
-"""What the `proc` driver promises for one sandbox on this machine, and by what."""
+"""What the drivers promise for one sandbox on this machine, and by what."""
 
 from __future__ import annotations
 
@@ -57,3 +57,33 @@ def guarantees(group: Group, spec: Spec, filtered: bool, changes: str) -> tuple[
         Guarantee("no orphans", True, "the kernel ends all processes with their owner"),
         Guarantee("memory snapshot", False, "snapshots hold files; processes are not saved"),
     )  # fmt: skip
+
+
+def machine_guarantees(group: Group, spec: Spec, accelerator: str, memory: int) -> tuple[Guarantee, ...]:
+    """The same for a virtual machine.
+
+    Args:
+        group: of the process that runs it.
+        accelerator: "tcg" or "kvm".
+        memory: bytes of the guest.
+    """
+    limits = spec.limits
+    how = "emulated in software" if accelerator == "tcg" else "on the processor's virtualisation"
+    return (
+        Guarantee("isolation", True, f"virtual machine, {how}; its monitor is behind a system-call filter"),
+        Guarantee("guest kernel", True, "the guest has a kernel of its own and may mount, load modules, or break it"),
+        Guarantee("unprivileged", os.geteuid() != 0, "the monitor runs as the calling user"),
+        Guarantee("network", True, "no network device; loopback only"),
+        Guarantee("memory limit", True, f"{memory} bytes: all the memory that the guest has"),
+        Guarantee(
+            "process limit", True, f"{limits.processes}: control group inside of the guest, whose root may change it"
+        ),
+        Guarantee(
+            "processor limit",
+            True,
+            f"one virtual processor; {limits.cpus:g}: {group.held.get('cpu', group.missing.get('cpu'))}",
+        ),
+        Guarantee("disk limit", True, f"{limits.disk_bytes} bytes: size of the guest's root, in its memory"),
+        Guarantee("no orphans", True, "the monitor ends with its owner"),
+        Guarantee("memory snapshot", True, "snapshots hold memory, processor and devices; processes go on"),
+    )

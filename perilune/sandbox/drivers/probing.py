@@ -24,22 +24,32 @@ test "$(id -u)" = 0 && test "$$" -lt 1000
 """
 SECOND = 'test "$(cat /workspace/a/b)" = one && test -z "$(ls /etc/alternatives)" && test ! -e /workspace/never'
 """The first leaves files and deletes a template's folder; the second must find just that."""
+MACHINE_FIRST = """set -e
+echo one > /workspace/a && mount -t tmpfs none /mnt && echo two > /mnt/b && test "$(id -u)" = 0
+sleep 1000 > /dev/null 2>&1 & echo $! > /workspace/process
+"""
+MACHINE_SECOND = 'test "$(cat /workspace/a)" = one && test "$(cat /mnt/b)" = two && kill -0 "$(cat /workspace/process)"'
+"""Of a machine that is saved whole: files, a mount and a process must go on."""
 
 
 def examine(driver: Driver, capabilities: Capabilities) -> Probe:
     """Make, run, save, restore and run again, in a folder of its own; what fails is the reason."""
-    spec = Spec(limits=LIMITS)
+    # A machine boots a template: the one that users get.
+    spec = Spec() if driver.contains == "machine" else Spec(limits=LIMITS)
+    first, second = (MACHINE_FIRST, MACHINE_SECOND) if driver.contains == "machine" else (FIRST, SECOND)
     folder = Path(tempfile.mkdtemp(prefix="perilune-probe-"))
     try:
         store = Store(folder / "store", sync="none")
         blobs = str(store.root / "blobs")
         with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, None, blobs))) as held:
-            _run(held.machine, FIRST)
+            _run(held.machine, first)
+            held.machine.freeze()
             with store.writing() as batch:
                 saved = held.machine.save(batch, lambda where, pieces: None).layer
+            held.machine.thaw()
             _run(held.machine, "true")
         with contextlib.closing(_Closing(driver.make("probe", uuid.uuid4().hex, spec, saved, blobs))) as held:
-            _run(held.machine, SECOND)
+            _run(held.machine, second)
             guarantees = held.machine.guarantees
     except (PeriluneError, OSError) as error:
         return Probe(driver=driver.name, passed=False, reason=str(error))

@@ -295,18 +295,21 @@ static void handle(const struct header *header, uint8_t *data)
     case HELLO:
         detach_all();
         begin_life((struct hello *)data, header->length);
+        stop_processes(false);
         leaving.start = leaving.end = 0;
         quiet = false;
         send_frame(READY, 0, data, GENERATION);
         break;
     case QUIESCE: {
         uint32_t processes = read_number(BOX "/pids.current", "");
+        stop_processes(true);
         send_frame(QUIESCED, 0, &processes, sizeof processes);
         quiet = true;
         break;
     }
     case RESUME:
         set_clock(*(uint64_t *)data);
+        stop_processes(false);
         quiet = false;
         break;
     case START:

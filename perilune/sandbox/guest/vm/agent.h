@@ -26,7 +26,7 @@ enum { /* From the host. */
     KILL,          /* end the command and all that it started */
     CREDIT,        /* struct credit: the host has consumed output */
     QUIESCE,       /* send nothing after QUIESCED until RESUME or HELLO: the machine is about to be saved */
-    RESUME,        /* uint64 nanoseconds since 1970: it was saved, or stood still; time goes on */
+    RESUME,        /* uint64 nanoseconds since 1970: it stood still; time goes on */
     PAD,           /* dropped; overwrites what the transport's buffers held */
     WINDOW_SIZE,   /* uint16 rows, columns of the command's terminal */
 };
@@ -73,6 +73,7 @@ struct exited {
 int boot(void);                                    /* mounts, modules, loopback; returns the open port */
 void begin_life(const struct hello *hello, size_t length); /* randomness, clock, identity, limits */
 void set_clock(uint64_t nanoseconds);
+void stop_processes(bool stop);                    /* all but the agent */
 void make_group(uint32_t id, char *path, size_t size);     /* a control group for a command; "" if there is none */
 uint32_t read_number(const char *path, const char *key);   /* a value of a control file; 0 if there is none */
 bool write_text(const char *path, const char *text);

@@ -21,6 +21,7 @@
 
 #define PORT_NAME "perilune"
 #define BOOT_ID "/run/perilune/boot_id"
+#define STOP_TRIES 200
 
 static uint64_t image_bytes; /* Of the root file system as it came. */
 
@@ -133,6 +134,11 @@ int boot(void)
     write_text(BOOT_ID, "");
     if (mount(BOOT_ID, "/proc/sys/kernel/random/boot_id", NULL, MS_BIND, NULL) < 0)
         say("boot id: %s", strerror(errno));
+    /* The agent and the kernel keep a part of the memory for themselves, so that a full guest still answers. */
+    char text[40];
+    uint64_t kilobytes = read_number("/proc/meminfo", "MemTotal:");
+    snprintf(text, sizeof text, "%llu", (unsigned long long)(kilobytes - kilobytes / 16 - 8192) << 10);
+    write_text(BOX "/memory.max", text);
     raise_loopback();
     load_modules();
     int port = -1;
@@ -176,16 +182,20 @@ static void new_boot_id(void)
     write_text(BOOT_ID, text);
 }
 
-static void limit_disk(const char *path, uint64_t bytes)
+/* Each copy of a snapshot pays for this again, in code that its emulator has not yet translated: what is as it was is left. */
+static void limit_disk(const char *path, uint64_t bytes, uint64_t *now)
 {
     char text[64];
     snprintf(text, sizeof text, "size=%llu", (unsigned long long)bytes);
-    if (mount(NULL, path, NULL, MS_REMOUNT, text) < 0)
+    if (*now != bytes && mount(NULL, path, NULL, MS_REMOUNT, text) < 0)
         say("disk limit of %s: %s", path, strerror(errno));
+    *now = bytes;
 }
 
 void begin_life(const struct hello *hello, size_t length)
 {
+    static uint64_t root, shared;
+    static uint32_t processes;
     char text[160];
     set_clock(hello->nanoseconds);
     reseed(hello->seed);
@@ -197,15 +207,22 @@ void begin_life(const struct hello *hello, size_t length)
     snprintf(text, sizeof text, "%.*s\n", GENERATION, hello->generation);
     write_text("/etc/machine-id", text);
     write_text("/run/perilune/generation", text);
-    snprintf(text, sizeof text, "%u", hello->processes);
-    write_text(BOX "/pids.max", text);
-    /* The agent and the kernel keep a part of the memory for themselves, so that a full guest still answers. */
-    uint64_t kilobytes = read_number("/proc/meminfo", "MemTotal:");
-    snprintf(text, sizeof text, "%llu", (unsigned long long)(kilobytes - kilobytes / 16 - 8192) << 10);
-    write_text(BOX "/memory.max", text);
+    if (processes != hello->processes) {
+        snprintf(text, sizeof text, "%u", hello->processes);
+        write_text(BOX "/pids.max", text);
+        processes = hello->processes;
+    }
     open_files = hello->open_files;
-    limit_disk("/", hello->disk_bytes + image_bytes);
-    limit_disk("/dev/shm", hello->disk_bytes);
+    limit_disk("/", hello->disk_bytes + image_bytes, &root);
+    limit_disk("/dev/shm", hello->disk_bytes, &shared);
+}
+
+/* Processes stand still in a snapshot, so that none draws a number or reads the clock before its life has begun. */
+void stop_processes(bool stop)
+{
+    write_text(BOX "/cgroup.freeze", stop ? "1" : "0");
+    for (int tries = 0; stop && tries < STOP_TRIES && !read_number(BOX "/cgroup.events", "frozen "); tries++)
+        usleep(500); /* One that waits in the kernel for good is taken as it is. */
 }
 
 void make_group(uint32_t id, char *path, size_t size)

@@ -1,0 +1,108 @@
+"""The memory of a running virtual machine, from outside: which pages are its own by now, reading them, writing them.
+
+A machine's memory is a private map of its template's file. The kernel copies a page when it is first written, and says in
+/proc/PID/pagemap which pages those are: exactly what a snapshot must hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.sandbox.pages import PAGE, Numbers, Pages
+from perilune.sandbox.protocol import GuestLost
+
+_PRESENT, _SWAPPED, _OF_A_FILE = 1 << 63, 1 << 62, 1 << 61
+_MOST_PARTS = 1024
+"""Regions of one call (IOV_MAX)."""
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in ("process_vm_readv", "process_vm_writev"):
+    getattr(_libc, _call).restype = ctypes.c_ssize_t
+    getattr(_libc, _call).argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a process has mapped its machine's memory.
+
+    Attributes:
+        pid: of the process.
+        start, size: of the map, in bytes; page 0 of the guest is at `start`.
+    """
+
+    pid: int
+    start: int
+    size: int
+
+    @staticmethod
+    def find(pid: int, file: str, size: int) -> Memory:
+        """The map of `file` in a process. Raises GuestLost if there is none."""
+        info = os.stat(file)
+        device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                for line in maps:
+                    span, _, _, where, inode = line.split()[:5]
+                    if where == device and int(inode) == info.st_ino:
+                        start, end = (int(number, 16) for number in span.split("-"))
+                        if end - start == size:
+                            return Memory(pid, start, size)
+        except OSError as error:
+            raise GuestLost(f"process {pid} has ended: {error}") from error
+        raise GuestLost(f"process {pid} has no map of {size} bytes of {file}")
+
+    def own_pages(self) -> Numbers:
+        """Page numbers that are not the template's any more, sorted."""
+        try:
+            fd = os.open(f"/proc/{self.pid}/pagemap", os.O_RDONLY)
+            try:
+                data = os.pread(fd, self.size // PAGE * 8, self.start // PAGE * 8)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise GuestLost(f"process {self.pid} has ended: {error}") from error
+        entries = np.frombuffer(data, np.uint64)
+        held = (entries & np.uint64(_PRESENT | _SWAPPED)) != 0
+        return np.flatnonzero(held & ((entries & np.uint64(_OF_A_FILE)) == 0)).astype(np.uint32)
+
+    def read(self, number: Numbers) -> Pages:
+        """[n, 4096] content of pages. Raises GuestLost."""
+        pages = np.empty((len(number), PAGE), np.uint8)
+        self._move("process_vm_readv", number, pages)
+        return pages
+
+    def write(self, number: Numbers, pages: Pages) -> None:
+        """Replace pages; the machine must not run. Raises GuestLost."""
+        order = np.argsort(number, kind="stable")
+        self._move("process_vm_writev", number[order], np.ascontiguousarray(pages[order]))
+
+    def _move(self, call: str, number: Numbers, pages: Pages) -> None:
+        if not len(number):
+            return
+        # Neighbours are one region.
+        first = np.flatnonzero(np.diff(number.astype(np.int64), prepend=-2) != 1)
+        regions: NDArray[np.uint64] = np.empty((len(first), 2), np.uint64)
+        regions[:, 0] = number[first].astype(np.uint64) * PAGE + self.start
+        regions[:, 1] = np.diff(first, append=len(number)) * PAGE
+        done = 0
+        for start in range(0, len(regions), _MOST_PARTS):
+            some = np.ascontiguousarray(regions[start : start + _MOST_PARTS])
+            count = int(some[:, 1].sum())
+            here = np.array([pages.ctypes.data + done, count], np.uint64)
+            moved = getattr(_libc, call)(self.pid, here.ctypes.data, 1, some.ctypes.data, len(some), 0)
+            if moved != count:
+                code = ctypes.get_errno() if moved < 0 else errno.EFAULT
+                raise GuestLost(f"the memory of process {self.pid} cannot be reached: {os.strerror(code)}")
+            done += count

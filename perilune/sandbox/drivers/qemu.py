@@ -1,0 +1,192 @@
+"""The `qemu` driver: virtual machines with a kernel of their own, saved and resumed whole, emulated (TCG) or on KVM where a guest boots there.
+
+A template is booted once (`qemu_template.py`); each sandbox is a QEMU process that maps the template's memory privately and goes on from
+its device state, so it starts in tens of milliseconds and shares what it does not write. A checkpoint holds the pages that it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from perilune.errors import ConfigError
+from perilune.sandbox.drivers.cgroup import Group
+from perilune.sandbox.drivers.keeper import Keeper
+from perilune.sandbox.drivers.qemu_machine import FORMAT, QemuMachine
+from perilune.sandbox.drivers.qemu_process import KERNEL_LINE, program, spawn
+from perilune.sandbox.drivers.qemu_template import Template, Templates
+from perilune.sandbox.guest import build_image
+from perilune.sandbox.guest.build_image import Image
+from perilune.sandbox.pages import Table
+from perilune.sandbox.protocol import Capabilities, Limits, Mismatch, Probe, Spec, StoreDamaged
+from perilune.sandbox.store import Store
+from perilune.sandbox.template import first_difference
+
+MEMORY_STEP, LEAST_MEMORY = 64 << 20, 128 << 20
+OVERHEAD_BYTES, OVERHEAD_THREADS = 256 << 20, 62
+"""What the process may use beside the guest's memory: devices, translated code; and threads."""
+KVM_SECONDS = 6.0
+"""How long a guest may take to answer on KVM before it counts as not working there: a real one boots in one."""
+CAPABILITIES = Capabilities(
+    isolation="virtual machine",
+    snapshot="machine",
+    incremental=True,
+    fork=True,
+    guest_kernel=True,
+    network=("none",),
+    mounts=True,
+)
+
+
+class QemuDriver:
+    """Makes `qemu` sandboxes.
+
+    Args:
+        folder: where its templates lie; guest images are in a folder of the user's (`guest/build_image.py`).
+    """
+
+    name = "qemu"
+    contains = "machine"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keeper = Keeper()
+        self.templates = Templates(folder / "templates", self.keeper)
+        self._stores: dict[str, Store] = {}
+        self._images: dict[str, Image] = {}
+        self._version = self._accelerator = ""
+        self._lock = threading.RLock()
+
+    def probe(self) -> Probe:
+        """Boot a guest, run programs in it, save it, run programs in the restored one; says what of it failed."""
+        from perilune.sandbox.drivers.probing import examine
+
+        return examine(self, CAPABILITIES)
+
+    def build(self, *, force: bool = True) -> list[Image]:
+        """Build the guest images from the distribution's packages. Raises DriverUnavailable, saying what is missing."""
+        with self._lock:
+            self._images.clear()
+        return [build_image.image(name, force=force) for name in build_image.VARIANTS]
+
+    def template_hash(self, spec: Spec) -> str:
+        """What a sandbox starts from, as `name=value` parts; a snapshot is resumed only where all are the same."""
+        image = self._image(spec)
+        return (
+            f"mode={self._mode(image)} qemu={self._qemu_version()} kernel={image.kernel_hash} image={image.image_hash} "
+            f"memory={memory_bytes(spec.limits)} line={build_image.text_hash(KERNEL_LINE)}"
+        )
+
+    def _image(self, spec: Spec) -> Image:
+        if spec.trees or spec.network != "none":
+            what = f"tree {spec.trees[0]}" if spec.trees else f"network={spec.network}"
+            raise ConfigError(
+                f"{what}: a virtual machine sees no folder and no network of the host; put files into it (write_file) or into an image"
+            )
+        with self._lock:
+            if spec.template not in self._images:
+                self._images[spec.template] = build_image.image(spec.template)
+            return self._images[spec.template]
+
+    def _qemu_version(self) -> str:
+        if not self._version:
+            text = subprocess.run([program(), "--version"], capture_output=True, text=True, timeout=30).stdout
+            found = re.search(r"version (\S+)", text)
+            self._version = found[1] if found else "unknown"
+        return self._version
+
+    def _mode(self, image: Image) -> str:
+        """ "kvm" where a guest of ours boots on it, else "tcg"; an open /dev/kvm says nothing. Found out once for a folder."""
+        with self._lock:
+            if self._accelerator:
+                return self._accelerator
+            if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+                self._accelerator = "tcg"
+                return "tcg"
+            note, key = self.folder / "accelerator.json", [os.uname().release, self._qemu_version(), image.kernel_hash]
+            try:
+                known = json.loads(note.read_text())
+            except (FileNotFoundError, ValueError):
+                known = {}
+            if known.get("for") != key:
+                works = self.templates.boots(image, "kvm", LEAST_MEMORY, KVM_SECONDS)
+                known = {"for": key, "mode": "kvm" if works else "tcg"}
+                temporary = note.with_suffix(f".{os.getpid()}")
+                temporary.write_text(json.dumps(known))
+                os.replace(temporary, note)
+            self._accelerator = known["mode"]
+            return self._accelerator
+
+    def make(self, sandbox: str, generation: str, spec: Spec, layer: str | None, blobs: str) -> QemuMachine:
+        """Start a guest.
+
+        Args:
+            sandbox, generation: its names; the agent must answer with this generation.
+            layer: blob of the saved machine to go on from, or None.
+            blobs: the store's blob folder.
+
+        Raises:
+            DriverUnavailable: QEMU or a guest image is missing, or no guest boots.
+            Mismatch: the machine was saved in another mode or from something else; names the field.
+            StoreDamaged: a stored page is missing or damaged.
+        """
+        wanted = self.template_hash(spec)
+        image, mode, size = self._image(spec), self._mode(self._image(spec)), memory_bytes(spec.limits)
+        saved = None
+        if layer is None:
+            template = self.templates.get(wanted, image, mode, size)
+            devices = template.devices
+        else:
+            store = self._store(blobs)
+            record = store.read_machine(layer)
+            if record.get("format") != FORMAT or record.get("made_of") != wanted:
+                name, recorded, needed = first_difference(str(record.get("made_of")), wanted)
+                raise Mismatch(name, recorded, needed, f"saved machine {layer[:12]}")
+            try:
+                template = self.templates.restore(record["template"], wanted, store)
+                saved = Table.decode(store.read(record["table"]), record["packs"]), store.packs
+                devices = store.read(record["devices"])
+            except (KeyError, ValueError, TypeError) as error:
+                raise StoreDamaged(f"saved machine {layer[:12]} is damaged: {error}") from None
+        return self._continue(sandbox, generation, spec, template, saved, devices, mode)
+
+    def _continue(
+        self, sandbox: str, generation: str, spec: Spec, template: Template, saved, devices: bytes, mode: str
+    ) -> QemuMachine:
+        begun = time.monotonic()
+        limits = spec.limits
+        outer = Limits(memory_bytes=template.size + OVERHEAD_BYTES, processes=OVERHEAD_THREADS, cpus=limits.cpus)
+        group = Group(f"perilune-{sandbox}-{generation[:8]}", outer)
+        try:
+            vm = spawn(
+                self.keeper,
+                sandbox,
+                mode,
+                template.memory,
+                template.size,
+                groups=tuple(str(path) for path in group.procs_files),
+            )
+        except BaseException:
+            group.remove()
+            raise
+        return QemuMachine(sandbox, generation, spec, vm, template, group, begun, saved, devices, mode)
+
+    def _store(self, blobs: str) -> Store:
+        with self._lock:
+            if blobs not in self._stores:
+                self._stores[blobs] = Store(Path(blobs).parent, sync="none")
+            return self._stores[blobs]
+
+    def close(self) -> None:
+        """End the keeper; machines that still live end with it."""
+        self.keeper.close()
+
+
+def memory_bytes(limits: Limits) -> int:
+    """The guest's memory: what was asked for, in steps, and not less than it boots with."""
+    return max(LEAST_MEMORY, -(-limits.memory_bytes // MEMORY_STEP) * MEMORY_STEP)
