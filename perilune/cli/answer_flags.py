@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from perilune.errors import ConfigError
 from perilune.serve.request import FieldError, SamplingParams
@@ -75,8 +75,8 @@ class FlagParser(argparse.ArgumentParser):
         except FieldError as error:
             raise ConfigError(f"--{str(error).replace('_', '-', error.param.count('_'))}") from None
 
-    def engine(self, flags: argparse.Namespace, **options: int) -> LocalEngine:
-        """Load the run that the flags name.
+    def engine(self, flags: argparse.Namespace, **options: Any) -> LocalEngine:
+        """Load the run that the flags name; `options` are those of `load_engine`.
 
         Raises:
             ConfigError: none was named.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ from perilune.errors import ConfigError
 from perilune.rundir import RunDir
 
 if TYPE_CHECKING:
+    from perilune.serve.local_engine import LocalEngine
     from perilune.train.trainer import Trainer
 
 PROMPT = "def read_lines(path):\n"
@@ -142,14 +144,13 @@ def _two_turns(url: str, name: str) -> dict[str, Any]:
     }
 
 
-def _generate(generator: Any) -> dict[str, Any]:
+def _generate(engine: LocalEngine) -> dict[str, Any]:
     """A sample and the decode speed."""
-    from perilune.serve.sampling import SamplingParams
+    from perilune.serve.request import SamplingParams
 
-    ids = generator.tokenizer.encode(PROMPT)
-    generation = generator.start([generator.prefill(ids)], [SamplingParams(max_tokens=128, temperature=0.7, seed=0)])
-    text = "".join(delta.text for delta in generation)
-    return {"prompt": PROMPT, "text": text, "tokens_per_second": generation.tokens_per_second}
+    job = engine.complete([PROMPT], SamplingParams(max_tokens=128, temperature=0.7, seed=0))
+    text = "".join(delta.text for delta in job)
+    return {"prompt": PROMPT, "text": text, "tokens_per_second": job.timing.tokens_per_second}
 
 
 def run(args: list[str]) -> int:
@@ -177,17 +178,16 @@ def run(args: list[str]) -> int:
 
     from perilune.eval.baselines import baselines
     from perilune.serve.api.server import serve_in_thread
-    from perilune.serve.generator import Generator
     from perilune.serve.local_engine import LocalEngine
 
     stage("2/6 the same held-out bytes under gzip, xz and a trigram", "baselines",
           lambda: asdict(baselines(trainer.data.prepared)))  # fmt: skip
     stage("3/6 a short run without balancing, to compare", "routing_without_balancing",
           lambda: _without_balancing(config, run_dir))  # fmt: skip
-    generator = Generator(trainer.model.eval(), trainer.data.tokenizer)
-    stage("4/6 generate", "generate", lambda: _generate(generator))
+    engine = LocalEngine(trainer.model, trainer.data.tokenizer, name=run_dir.name)
+    stage("4/6 generate", "generate", lambda: _generate(engine))
     say("5/6 a chat of two turns over HTTP")
-    with serve_in_thread(LocalEngine(generator, name=run_dir.name)) as handle:
+    with contextlib.closing(engine), serve_in_thread(engine) as handle:
         result["serve"] = {"url": handle.url, **_two_turns(handle.url, run_dir.name)}
     run_dir.write_json("summary.json", result)
     say("6/6 report")

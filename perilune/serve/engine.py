@@ -1,31 +1,67 @@
-"""What the HTTP server and the chat session need of a model: nothing here knows torch.
+"""What the HTTP server, the chat session and agents need of a model: nothing here knows torch.
 
 An engine checks a request and makes its prompt at once, so a bad request fails before anything is sent; the model runs
-only while the job is iterated.
+once the job is started or iterated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from perilune.serve.request import ChatOptions, Delta, SamplingParams, Service, Timing, Usage
+from perilune.errors import PeriluneError
+from perilune.serve.request import ChatOptions, Delta, SamplingParams, Service, Timing, TokenLogprob, Usage
 from perilune.serve.worker import JobStream
 from perilune.tokenizer import Tokenizer
 
 
-class Job(Protocol):
-    """A request that is being answered; iterate it to the end, or call `close` to stop early."""
+class EngineFailed(PeriluneError):
+    """The model failed while a request was running; nothing is wrong with the request.
 
-    def __iter__(self) -> Iterator[Delta]: ...
+    Attributes:
+        temporary: asking again may help.
+    """
+
+    temporary = True
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """The last thing that a job's listener hears.
+
+    Attributes:
+        error: why it ended early; None = all answers are complete, or it was closed.
+    """
+
+    error: BaseException | None = None
+
+
+class Job(Protocol):
+    """A request; iterate it, or start it with a listener."""
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Start it, and wait for each piece of text; leaving the loop stops it."""
+        ...
+
+    def start(self, listener: Callable[[Delta | JobEnd], None]) -> None:
+        """Start it and return at once.
+
+        Args:
+            listener: called on the engine's thread with every delta, then once with a `JobEnd`; must not block.
+
+        Raises:
+            CapacityError: the engine is closed.
+        """
+        ...
 
     def close(self) -> None:
-        """Stop: iterating ends before the next token. May be called from another thread."""
+        """Stop: nothing is drawn any more. From any thread, at any time."""
         ...
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far; complete once iteration has ended."""
+        """Token counts so far; complete once the job has ended."""
         ...
 
     @property
@@ -33,9 +69,24 @@ class Job(Protocol):
         """Seconds so far."""
         ...
 
+    @property
+    def position(self) -> int:
+        """Requests in front of it in its queue; 0 once it runs."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> list[list[TokenLogprob | None]] | None:
+        """Of each prompt one entry a token, None for its first; None if they were not asked for."""
+        ...
+
 
 class Loop(Protocol):
     """Runs jobs beside the event loop that reads their text."""
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that wait or run."""
+        ...
 
     def submit(self, job: Job) -> JobStream:
         """Begin; call it on the event loop that will read. CapacityError: too many wait already."""
@@ -98,3 +149,68 @@ class Engine(Protocol):
     def loop(self, max_waiting: int) -> Loop:
         """Something that runs jobs, at most `max_waiting` of them waiting or running."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A request met the prefix cache.
+
+    Attributes:
+        number: counts from 1.
+        time: seconds since the epoch.
+        request: its id, or the sequence's name.
+        prompt_tokens: of its prompt.
+        hit_tokens: that it skipped.
+        kv_tokens: whose pages were there; more than `hit_tokens` where no state was that deep.
+    """
+
+    number: int
+    time: float
+    request: str
+    prompt_tokens: int
+    hit_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMetrics:
+    """A snapshot of an engine; totals only grow.
+
+    Attributes:
+        running, waiting: sequences (a request has one for each answer); waiting_by_class by class name.
+        steps_total, failed_steps_total, preempted_total: steps run, steps that raised, sequences that started again.
+        prompt_tokens_total: of admitted sequences: the sum of the next three.
+        cached_tokens_total: skipped; recomputed_below_kv_tokens_total: pages were cached, but no state was that deep;
+        missed_tokens_total: computed because nothing was cached.
+        generated_tokens_total: drawn.
+        model_tokens_total: that went through the model.
+        pages_total, pages_free, pages_cached, pages_used: of the pool; `used` = held by running requests.
+        page_bytes: of each.
+        checkpoints_created_total, checkpoints_used_total, checkpoints_evicted_total: by the reason they were taken.
+        scheduler_seconds_total, step_seconds_total: planning and settling; running, drawing and telling.
+        tiers: counts of the host and disk tiers, empty without them.
+    """
+
+    running: int
+    waiting: int
+    waiting_by_class: dict[str, int]
+    steps_total: int
+    failed_steps_total: int
+    preempted_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    recomputed_below_kv_tokens_total: int
+    missed_tokens_total: int
+    generated_tokens_total: int
+    model_tokens_total: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_used: int
+    page_bytes: int
+    checkpoints_created_total: dict[str, int]
+    checkpoints_used_total: dict[str, int]
+    checkpoints_evicted_total: dict[str, int]
+    scheduler_seconds_total: float
+    step_seconds_total: float
+    tiers: dict[str, int] = field(default_factory=dict)

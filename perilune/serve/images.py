@@ -1,15 +1,17 @@
-"""Images of a conversation: from message parts to rows of the model, and to ids by which a prompt is known again.
+"""Images of a conversation: from message parts to rows of the model, and to names by which a prompt is known again.
 
-All images of a prompt have the same media pads, so a prompt's ids alone would not say what it shows. Here every pad is
-given an id of its own below zero, made of the image's content and the pad's place in it: two prompts share a kept state
-only if they show the same images. The generator puts the rows of the vision tower where such ids stand.
+All images of a prompt have the same media pads, so a prompt's ids alone would not say what it shows: the prefix cache gets
+each image's digest beside them. The rows that the vision tower gave travel with the prompt, so nothing that is still being
+answered can lose them; those of recent images are kept for later turns.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +21,36 @@ from perilune.data.image import ImageProcessor, ProcessedImage
 from perilune.errors import RequestError
 from perilune.model import Transformer
 from perilune.model.vision import ImageBatch, ImageRows
+from perilune.serve.cache import ImageKey
 from perilune.tokenizer.xtml import ImageSize
 from perilune.tokenizer.xtml.render import Rendered
 
 _KEPT = 64
-"""Images whose rows are kept for later turns; the conversation's own may be more."""
+"""Images whose rows are kept for later turns."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedImage:
+    """An image in a prompt.
+
+    Attributes:
+        start: index of its first pad.
+        rows_ND: what stands there instead of embeddings, one row a pad.
+        digest: of its content.
+    """
+
+    start: int
+    rows_ND: Tensor
+    digest: bytes
+
+    @property
+    def key(self) -> ImageKey:
+        """What the prefix cache knows it by."""
+        return ImageKey(self.start, len(self.rows_ND), self.digest)
 
 
 class ShownImages:
-    """The images that were shown to a model, by their content.
+    """Makes images ready for a model; may be called from any thread.
 
     Args:
         model: with a vision tower.
@@ -37,8 +60,8 @@ class ShownImages:
     def __init__(self, model: Transformer, processor: ImageProcessor) -> None:
         self._model = model
         self._processor = processor
-        self._rows: OrderedDict[int, Tensor] = OrderedDict()
-        self._row_of: dict[int, tuple[int, int]] = {}
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
 
     def load(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
         """Decode the image parts `{"type": "image", "image": …}` of messages, in order.
@@ -64,29 +87,37 @@ class ShownImages:
         return images
 
     @torch.inference_mode()
-    def placed(self, rendered: Rendered, images: Sequence[ProcessedImage]) -> list[int]:
-        """The prompt's ids with every media pad replaced by the id of what it shows; runs the tower on new images."""
-        ids = list(rendered.ids)
-        for span, image in zip(rendered.media, images, strict=True):
-            name = _name(image)
-            if name not in self._rows:
-                batch = ImageBatch.collate([image], torch.arange(image.tokens)).to(self._model.device)
-                self._rows[name] = self._model.image_rows(batch)
-                self._row_of |= {_pad(name, place): (name, place) for place in range(image.tokens)}
-            self._rows.move_to_end(name)
-            ids[span.start : span.start + span.tokens] = [_pad(name, place) for place in range(image.tokens)]
-        shown = {_name(image) for image in images}
-        while len(self._rows) > max(_KEPT, len(shown)):
-            oldest, rows = self._rows.popitem(last=False)
-            for place in range(len(rows)):
-                del self._row_of[_pad(oldest, place)]
-        return ids
+    def placed(self, rendered: Rendered, images: Sequence[ProcessedImage]) -> list[PlacedImage]:
+        """The images at their places in a prompt; runs the tower on those that are new."""
+        return [
+            PlacedImage(span.start, self._rows_of(image), digest(image))
+            for span, image in zip(rendered.media, images, strict=True)
+        ]
 
-    def rows(self, ids: Sequence[int]) -> ImageRows:
-        """The rows for the ids below zero among `ids`, and their positions."""
-        found = [(position, *self._row_of[token]) for position, token in enumerate(ids) if token < 0]
-        rows = torch.stack([self._rows[name][place] for _, name, place in found])
-        return ImageRows(rows, torch.tensor([position for position, _, _ in found], device=rows.device))
+    def _rows_of(self, image: ProcessedImage) -> Tensor:
+        name = digest(image)
+        with self._lock:
+            if name in self._rows:
+                self._rows.move_to_end(name)
+                return self._rows[name]
+        batch = ImageBatch.collate([image], torch.arange(image.tokens)).to(self._model.device)
+        rows = self._model.image_rows(batch)
+        with self._lock:
+            self._rows[name] = rows
+            while len(self._rows) > _KEPT:
+                self._rows.popitem(last=False)
+        return rows
+
+
+def rows_between(images: Sequence[PlacedImage], start: int, end: int) -> ImageRows | None:
+    """Rows of images for the tokens from `start` to `end` of a prompt, at positions counted from `start`; None = no pad there."""
+    rows, positions = [], []
+    for image in images:
+        first, last = max(start, image.start), min(end, image.start + len(image.rows_ND))
+        if first < last:
+            rows.append(image.rows_ND[first - image.start : last - image.start])
+            positions.append(torch.arange(first - start, last - start, device=image.rows_ND.device))
+    return ImageRows(torch.cat(rows), torch.cat(positions)) if rows else None
 
 
 def sizes(images: Sequence[ProcessedImage]) -> list[ImageSize]:
@@ -94,13 +125,8 @@ def sizes(images: Sequence[ProcessedImage]) -> list[ImageSize]:
     return [ImageSize(*image.original_size, image.tokens) for image in images]
 
 
-def _name(image: ProcessedImage) -> int:
-    """A number that the image's content decides."""
-    digest = hashlib.sha256(repr((image.grid, image.original_size)).encode())
-    digest.update(image.patches.contiguous().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:7])
-
-
-def _pad(name: int, place: int) -> int:
-    """The id below zero of a pad: no token, unique to the image's content and the place in it."""
-    return -1 - (name << 20 | place)
+def digest(image: ProcessedImage) -> bytes:
+    """A name that the image's content decides."""
+    hasher = hashlib.sha256(repr((image.grid, image.original_size)).encode())
+    hasher.update(image.patches.contiguous().numpy().tobytes())
+    return hasher.digest()

@@ -1,57 +1,118 @@
-"""One model in this process: requests become jobs, and a job's text is pulled token by token."""
+"""One model in this process, shared by everybody in it: requests become jobs, and all jobs run together.
+
+`LocalEngine` makes prompts and checks them; `EngineCore` runs them on its own thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
-import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from perilune.data.image import ProcessedImage
 from perilune.errors import RequestError
-from perilune.serve.generator import Generation, Generator, Prefix
-from perilune.serve.images import sizes
-from perilune.serve.kept_states import KeptStates
+from perilune.model import Transformer
+from perilune.serve import structured
+from perilune.serve.administration import Administration, metrics
+from perilune.serve.answer import Answer
+from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain
+from perilune.serve.core import EngineCore
+from perilune.serve.engine import EngineMetrics
+from perilune.serve.images import PlacedImage, ShownImages, sizes
+from perilune.serve.job import LocalJob
 from perilune.serve.reader import ChatReader, Reader, TextReader
-from perilune.serve.request import ChatOptions, Delta, FieldError, SamplingParams, Service, Timing, Usage
-from perilune.serve.worker import Worker
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Service
+from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
+from perilune.serve.sampling import SamplingRow
+from perilune.serve.schedule import Scheduler
+from perilune.serve.schedule import Sequence as Scheduled
+from perilune.serve.settings import EngineSettings
+from perilune.serve.worker import JobLoop
+from perilune.tokenizer import Tokenizer
 from perilune.tokenizer.xtml import render
 from perilune.tokenizer.xtml.grammar import answer_mask, needs_grammar
 from perilune.tokenizer.xtml.grammar_mask import TokenMask
+from perilune.tokenizer.xtml.render import Rendered
 
 
 class LocalEngine:
-    """An engine over a model in this process.
-
-    Jobs share the model and its kept states: iterate one at a time.
+    """An engine over a model in this process; may be used from any thread, and by many at once.
 
     Args:
-        generator: model and tokenizer.
+        model: in eval mode from now on; its device and compute dtype are used as they are.
+        tokenizer: of the same run.
         name: the model's name for clients.
         thinking: whether the model was taught the think channel; a model without a chat stage was not, and its
             generation prompt opens the response at once.
+        images: makes images ready; None = the model takes none.
         context_length: most tokens of a prompt and its answer together; K3's layers have no positions, so this limits
             memory and time, not the model.
-        kept_states: most states kept between requests.
+        settings: see `EngineSettings`.
+
+    Attributes:
+        core: the thread that runs it.
+        admin: looking inside, pausing, pins, new weights.
     """
 
     def __init__(
         self,
-        generator: Generator,
+        model: Transformer,
+        tokenizer: Tokenizer,
         *,
         name: str,
         thinking: bool = False,
+        images: ShownImages | None = None,
         context_length: int = 8192,
-        kept_states: int = 16,
+        settings: EngineSettings | None = None,
     ) -> None:
-        self.generator = generator
-        self.tokenizer = generator.tokenizer
-        self.name = name
-        self.thinking = thinking
+        self.tokenizer, self.name, self.thinking, self.images = tokenizer, name, thinking, images
         self.context_length = context_length
-        self.kept = KeptStates(kept_states)
+        self.settings = settings or EngineSettings()
+        geometry = pool_geometry(model.cfg, model.compute_dtype, unit=self.settings.hash_unit)
+        free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else None
+        pages = self.settings.pages(geometry, context_length, free)
+        cache = HybridCache(geometry, pages, Retention.parse(self.settings.retention), self.settings.eviction)
+        pool = PagePool(model.cfg, geometry, pages, model.compute_dtype, model.device)
+        runner = ModelRunner(model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic)
+        self.core = EngineCore(cache, Scheduler(cache, self.settings.limits(geometry, context_length)), runner)
+        self.admin = Administration(self.core, self.root_key)
+        self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
+        self._names = itertools.count()
+        # The thread keeps the model alive; it ends with the engine, whether or not somebody closes it.
+        self._finalizer = weakref.finalize(self, self.core.close, 0.0)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End the thread; jobs that run end with an error."""
+        self.core.close(timeout)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold pictures."""
+        return self.images is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests and works on them."""
+        return not self.core.closed and not self.core.paused
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of counts."""
+        return metrics(self.core)
+
+    def root_key(self, salt: str = "") -> RootKey:
+        """What a cached state depends on besides tokens and images."""
+        model = self.core.runner.model
+        numerics = f"{model.compute_dtype} {model.device.type}"
+        return RootKey(model=self.name, weights=self.admin.weights_number, numerics=numerics, salt=salt)
+
+    # ---- requests
 
     def chat(
         self,
@@ -63,94 +124,21 @@ class LocalEngine:
     ) -> LocalJob:
         """See `Engine.chat`."""
         options = options or ChatOptions()
-        thinking = self.thinking if options.thinking is None else options.thinking
-        if (thinking or options.effort is not None) and not self.thinking:
-            raise FieldError(
-                "this model was not taught to think; leave reasoning_effort and thinking out", "reasoning_effort"
-            )
-
-        images = self._images(messages)
-
-        def prompt(messages: Sequence[Mapping[str, Any]], **more: Any) -> tuple[list[int], int]:
-            rendered = render(
-                self.tokenizer, messages, tools=options.tools, thinking=thinking, effort=options.effort,
-                images=sizes(images), **more,
-            )  # fmt: skip
-            shown = self.generator.images
-            return shown.placed(rendered, images) if shown and images else rendered.ids, rendered.message_ends[-1]
-
-        with _naming_fields():
-            ids, history = prompt(messages, tool_choice=options.tool_choice, response_format=options.response_format)
-        params = self._fit(ids, params, "messages")
+        thinking = self._thinks(options)
+        rendered, images = self._rendered(messages, options)
+        params = self._fit(rendered.ids, params, "messages")
         added = [tool for message in messages for tool in message.get("tools") or ()]
         tools = [*options.tools, *added]
-        mask = self._mask(tools, options, thinking=thinking)
-        readers = [
-            ChatReader(
-                self.tokenizer, params.stop, thinking=thinking, tools=[tool["function"]["name"] for tool in tools],
-                show_calls=bool(tools) and options.tool_choice != "none",
-            )
-            for _ in range(n)
-        ]  # fmt: skip
-
-        def turn(answer: Mapping[str, Any]) -> list[int]:
-            return prompt([*messages, answer], add_generation_prompt=False)[0]
-
-        return LocalJob(
-            self, [ids], params, n, readers, mask=mask, history=history if options.one_shot else 0, turn=turn
+        mask = self._mask(tools, options, params, thinking=thinking)
+        names = [tool["function"]["name"] for tool in tools]
+        reader = functools.partial(
+            ChatReader, self.tokenizer, params.stop, thinking=thinking, tools=names, include_stop=params.include_stop,
+            show_calls=bool(tools) and options.tool_choice != "none",
+        )  # fmt: skip
+        placed = self.images.placed(rendered, images) if self.images is not None and images else []
+        return self._job(
+            [rendered.ids], params, n, reader, mask, service, turn_ends=rendered.message_ends, images=placed
         )
-
-    def _images(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
-        """The images of a conversation, decoded.
-
-        Raises:
-            FieldError: one cannot be read, or the model takes no images.
-        """
-        if self.generator.images is None:
-            parts = [
-                part for message in messages for part in _parts(message) if str(part.get("type")).startswith("image")
-            ]
-            if parts:
-                raise FieldError(
-                    f"{self.name} has no vision tower and takes no images; send text, or use a run of `perilune demo --vision`",
-                    "messages",
-                )
-            return []
-        with _naming_fields():
-            return self.generator.images.load(messages)
-
-    def _mask(self, tools: Sequence[Mapping[str, Any]], options: ChatOptions, *, thinking: bool) -> TokenMask | None:
-        """The grammar of a request that needs one."""
-        choice, form = options.tool_choice, options.response_format
-        if not needs_grammar(tools, choice, form, parallel=options.parallel_tool_calls):
-            return None
-        with _naming_fields("tools" if form is None else "response_format"):
-            return answer_mask(
-                self.tokenizer, thinking=thinking, tools=tools, tool_choice=choice, response_format=form,
-                parallel=options.parallel_tool_calls,
-            )  # fmt: skip
-
-    def loop(self, max_waiting: int) -> Worker:
-        """See `Engine.loop`; one job runs at a time."""
-        return Worker(max_waiting)
-
-    def prompt_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        options: ChatOptions | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """See `Engine.prompt_ids`."""
-        options = options or ChatOptions()
-        thinking = self.thinking if options.thinking is None else options.thinking
-        images = self._images(messages)
-        with _naming_fields():
-            return render(
-                self.tokenizer, messages, tools=options.tools, thinking=thinking, effort=options.effort,
-                images=sizes(images), tool_choice=options.tool_choice, response_format=options.response_format,
-                add_generation_prompt=add_generation_prompt,
-            ).ids  # fmt: skip
 
     def complete(
         self,
@@ -161,10 +149,118 @@ class LocalEngine:
     ) -> LocalJob:
         """See `Engine.complete`."""
         rows = [self._prompt_ids(prompt) for prompt in prompts]
-        longest = max(rows, key=len)
-        params = self._fit(longest, params, "prompt")
-        readers = [TextReader(self.tokenizer, params.stop) for _ in range(n * len(rows))]
-        return LocalJob(self, rows, params, n, readers)
+        params = self._fit(max(rows, key=len), params, "prompt")
+        mask = structured.text_mask(self.tokenizer, params.structured) if params.structured is not None else None
+        reader = functools.partial(TextReader, self.tokenizer, params.stop, include_stop=params.include_stop)
+        return self._job(rows, params, n, reader, mask, service)
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """See `Engine.prompt_ids`."""
+        return self._rendered(messages, options or ChatOptions(), add_generation_prompt)[0].ids
+
+    def loop(self, max_waiting: int) -> JobLoop:
+        """See `Engine.loop`."""
+        return JobLoop(max_waiting)
+
+    def _job(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+        reader: Callable[[], Reader],
+        mask: TokenMask | None,
+        service: Service | None,
+        *,
+        turn_ends: Sequence[int] = (),
+        images: Sequence[PlacedImage] = (),
+    ) -> LocalJob:
+        """A job with `n` answers to each prompt. The first of them computes the prompt, the others follow it."""
+        service = service or Service()
+        sequences, leaders = [], []
+        for index, ids in enumerate(prompts):
+            for choice in range(n):
+                name = f"s{next(self._names)}"
+                sampling = SamplingRow(params, ids, stream=choice, ends=self._ends)
+                constraint = None if mask is None else mask.start()
+                answer = Answer(index * n + choice, params, reader(), sampling, constraint, images)
+                # Scores of every token of the prompt need every token of it; such a request shares nothing.
+                alone = not self.settings.prefix_cache or answer.wants_prompt_scores
+                root = self.root_key(f"{name} alone" if alone else service.cache_salt)
+                chain = TokenChain(root, self.core.cache.geometry.unit, ids, [image.key for image in images])
+                sequence = Scheduled(
+                    name, ids, chain, turn_ends=turn_ends, priority=service.priority, content=answer,
+                    extends_chain=not self.settings.deterministic,
+                )  # fmt: skip
+                sequences.append(sequence)
+                if choice == 0:
+                    leaders.append(sequence)
+                else:
+                    leaders[-1].followers.append(sequence)
+        return LocalJob(self, sequences, leaders, service)
+
+    # ---- checks
+
+    def _thinks(self, options: ChatOptions) -> bool:
+        thinking = self.thinking if options.thinking is None else options.thinking
+        if (thinking or options.effort is not None) and not self.thinking:
+            raise FieldError(
+                "this model was not taught to think; leave reasoning_effort and thinking out", "reasoning_effort"
+            )
+        return thinking
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, add_generation_prompt: bool = True
+    ) -> tuple[Rendered, list[ProcessedImage]]:
+        """The tokens of a conversation, and the images in it."""
+        images = self._images(messages)
+        with _naming_fields():
+            rendered = render(
+                self.tokenizer, messages, tools=options.tools, thinking=self._thinks(options), effort=options.effort,
+                images=sizes(images), tool_choice=options.tool_choice, response_format=options.response_format,
+                add_generation_prompt=add_generation_prompt,
+            )  # fmt: skip
+        return rendered, images
+
+    def _images(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
+        """The images of a conversation, decoded.
+
+        Raises:
+            FieldError: one cannot be read, or the model takes no images.
+        """
+        if self.images is None:
+            parts = [
+                part for message in messages for part in _parts(message) if str(part.get("type")).startswith("image")
+            ]
+            if parts:
+                raise FieldError(
+                    f"{self.name} has no vision tower and takes no images; send text, or use a run of `perilune demo --vision`",
+                    "messages",
+                )
+            return []
+        with _naming_fields():
+            return self.images.load(messages)
+
+    def _mask(
+        self, tools: Sequence[Mapping[str, Any]], options: ChatOptions, params: SamplingParams, *, thinking: bool
+    ) -> TokenMask | None:
+        """The grammar of a request that needs one."""
+        choice, form = options.tool_choice, options.response_format
+        more = {}
+        if params.structured is not None:
+            more = {"response": functools.partial(structured.rule, params.structured)}
+        elif not needs_grammar(tools, choice, form, parallel=options.parallel_tool_calls):
+            return None
+        with _naming_fields("tools" if form is None else "response_format"):
+            return answer_mask(
+                self.tokenizer, thinking=thinking, tools=tools, tool_choice=choice, response_format=form,
+                parallel=options.parallel_tool_calls, **more,
+            )  # fmt: skip
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -182,6 +278,7 @@ class LocalEngine:
         return ids
 
     def _fit(self, ids: Sequence[int], params: SamplingParams, param: str) -> SamplingParams:
+        params.check_vocabulary(self.tokenizer.vocab_size)
         room = self.context_length - len(ids)
         if room < 1:
             raise FieldError(
@@ -190,7 +287,8 @@ class LocalEngine:
                 param,
                 "context_length_exceeded",
             )
-        return replace(params, max_tokens=min(params.max_tokens, room))
+        most = min(params.max_tokens, room)
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
 def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -210,116 +308,3 @@ def _naming_fields(field: str = "messages") -> Iterator[None]:
 
 
 _FIELD = re.compile(r"(?:messages|tools|tool_choice|response_format)[\w.\[\]$-]*\b\]?")
-
-
-class LocalJob:
-    """A job of a `LocalEngine`; see `Job`.
-
-    Args:
-        mask: of the grammar that every answer obeys.
-        history: how many tokens of a chat prompt stand in front of options that hold for this one request; 0 = there are none.
-        turn: of a chat, the tokens of the conversation with an answer as the client will send it back.
-    """
-
-    def __init__(
-        self,
-        engine: LocalEngine,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        n: int,
-        readers: Sequence[Reader],
-        *,
-        mask: TokenMask | None = None,
-        history: int = 0,
-        turn: Callable[[Mapping[str, Any]], list[int]] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._prompts = prompts
-        self._params = params
-        self._n = n
-        self._readers = readers
-        self._mask = mask
-        self._history = history
-        self._turn = turn
-        self._closed = False
-        self._generation: Generation | None = None
-        self._prefill_seconds = 0.0
-
-    def close(self) -> None:
-        """Stop before the next token."""
-        self._closed = True
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        return self._generation.usage if self._generation else Usage()
-
-    @property
-    def timing(self) -> Timing:
-        """Seconds so far, and drawn tokens a second of decoding."""
-        if self._generation is None:
-            return Timing(self._prefill_seconds, 0.0, 0.0)
-        return Timing(self._prefill_seconds, self._generation.seconds, self._generation.tokens_per_second)
-
-    def __iter__(self) -> Iterator[Delta]:
-        began = time.perf_counter()
-        prompts = [self._prompt(ids) for ids in self._prompts]
-        rows = [prompt for prompt in prompts for _ in range(self._n)]
-        self._generation = self._engine.generator.start(
-            rows, [self._params] * len(rows), readers=self._readers, stream=[r % self._n for r in range(len(rows))],
-            constraints=None if self._mask is None else [self._mask.start() for _ in rows],
-            keep_states=self._turn is not None,
-        )  # fmt: skip
-        self._prefill_seconds = time.perf_counter() - began
-        for delta in self._generation:
-            if self._closed:
-                break
-            yield delta
-        if self._turn is not None and not self._closed:
-            self._keep_turns(prompts[0], self._turn)
-
-    def _prompt(self, ids: list[int]) -> Prefix:
-        """Run a prompt behind the longest kept state, and keep the state at its end.
-
-        Options of this one request stand at the end of a prompt; the next request does not have them, and a state cannot
-        be cut back. The state in front of them is therefore kept too.
-        """
-        engine = self._engine
-        kept = engine.kept.find(ids)
-        prefix = engine.generator.copy(kept) if kept else None
-        if len(prefix.ids if prefix else ()) < self._history:
-            prefix = engine.generator.prefill(ids[: self._history], prefix)
-            engine.kept.keep(engine.generator.copy(prefix))
-        run = prefix.run if prefix else 0
-        prefix = engine.generator.prefill(ids, prefix)
-        prefix.run += run
-        engine.kept.keep(engine.generator.copy(prefix))
-        return prefix
-
-    def _keep_turns(self, prompt: Prefix, turn_of: Callable[[Mapping[str, Any]], list[int]]) -> None:
-        """Keep the state after each finished answer as the next request will write it, closing tags included.
-
-        The next request sends the answer as text. If that text's tokens are those that were drawn, the state at hand
-        only has to see the closing tags; otherwise (another tokenisation of the same text, a cut at a stop string,
-        options of the one request between history and answer) the answer is run once more behind the longest kept
-        beginning. Either way the next turn is answered as if nothing had been kept.
-        """
-        engine, generator = self._engine, self._engine.generator
-        assert self._generation is not None
-        if engine.kept.limit == 0:
-            return
-        for answer in self._generation.answers:
-            assert isinstance(answer.reader, ChatReader), "a chat is read by channels"
-            try:
-                turn = turn_of(answer.reader.message())
-            except RequestError:  # a cut call whose arguments cannot be sent back
-                continue
-            seen = prompt.ids + answer.token_ids[:-1]
-            start = None
-            if answer.state is not None and turn[: len(seen)] == seen:
-                start = Prefix(seen, answer.state, prompt.logits_1Z, 0)
-            else:
-                kept = engine.kept.find(turn)
-                start = generator.copy(kept) if kept else None
-            if len(turn) <= engine.context_length:
-                engine.kept.keep(generator.prefill(turn, start))

@@ -10,13 +10,18 @@ from perilune.data.image_input import image_processor
 from perilune.errors import CheckpointError, ConfigError
 from perilune.loading import load_run
 from perilune.rundir import RunDir
-from perilune.serve.generator import Generator
 from perilune.serve.images import ShownImages
 from perilune.serve.local_engine import LocalEngine
+from perilune.serve.settings import EngineSettings
 
 
 def load_engine(
-    run: str | Path, *, device: str = "auto", step: int | None = None, context_length: int = 8192, kept_states: int = 16
+    run: str | Path,
+    *,
+    device: str = "auto",
+    step: int | None = None,
+    context_length: int = 8192,
+    settings: EngineSettings | None = None,
 ) -> LocalEngine:
     """Load a run's newest checkpoint, or that of `step`, as an engine that bears the run's name.
 
@@ -26,7 +31,7 @@ def load_engine(
     Args:
         run: a name under `runs/`, or a folder.
         device: auto = CUDA if there is one, else CPU.
-        context_length, kept_states: see `LocalEngine`.
+        context_length, settings: see `LocalEngine`.
 
     Raises:
         CheckpointError: no such run or checkpoint, or it is damaged.
@@ -40,11 +45,13 @@ def load_engine(
     folder = RunDir.resolve(run)
     images = ShownImages(loaded.model, image_processor(loaded.config)) if loaded.config.model.vision else None
     return LocalEngine(
-        Generator(loaded.model, loaded.tokenizer, images=images),
+        loaded.model,
+        loaded.tokenizer,
         name=folder.name,
         thinking=_thinking(folder),
+        images=images,
         context_length=context_length,
-        kept_states=kept_states,
+        settings=settings,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -160,64 +159,3 @@ class JobLoop:
             if not self._streams:
                 return
             ended.wait(0.01)
-
-
-class Worker:
-    """Runs submitted jobs in order on its own thread.
-
-    Args:
-        max_waiting: jobs that may wait or run; one more is refused.
-    """
-
-    def __init__(self, max_waiting: int = 64) -> None:
-        self.max_waiting = max_waiting
-        self._queue: queue.SimpleQueue[JobStream | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._unfinished = 0
-        self._current: JobStream | None = None
-        self._thread = threading.Thread(target=self._run, name="perilune-worker", daemon=True)
-        self._thread.start()
-
-    @property
-    def unfinished(self) -> int:
-        """Jobs that wait or run."""
-        return self._unfinished
-
-    def submit(self, job: Job) -> JobStream:
-        """Queue a job; call it on the event loop that will read the text.
-
-        Raises:
-            CapacityError: too many jobs wait already.
-        """
-        with self._lock:
-            if self._unfinished >= self.max_waiting:
-                raise CapacityError(
-                    f"{self._unfinished} requests are waiting and at most {self.max_waiting} may; try again later"
-                )
-            self._unfinished += 1
-        stream = JobStream(job)
-        self._queue.put(stream)
-        return stream
-
-    def shutdown(self, timeout: float = 10.0) -> None:
-        """Stop the running job, drop the waiting ones, end the thread."""
-        self._queue.put(None)
-        current = self._current
-        if current is not None:
-            current.close()
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        while (stream := self._queue.get()) is not None:
-            self._current = stream
-            error: BaseException | None = None
-            try:
-                if not stream.closed:
-                    for delta in stream.job:
-                        stream.push(delta)
-            except BaseException as caught:
-                error = caught
-            with self._lock:
-                self._unfinished -= 1
-            self._current = None
-            stream.end(error)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from tiny_model import scripted_generator, talkative_generator
+from tiny_model import scripted_engine, talkative_engine, uncached
 
+from perilune.serve.engine import JobEnd
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import ChatOptions, FieldError, SamplingParams
 from perilune.serve.sampling import Sampler, allowed_only
@@ -33,7 +35,7 @@ LONG = SamplingParams(seed=0, max_tokens=600)
 
 
 def make(*, seed: int = 0, **options) -> LocalEngine:
-    return LocalEngine(talkative_generator(seed, eagerness=7.0), name="tiny", **options)
+    return talkative_engine(seed, eagerness=7.0, **options)
 
 
 def ask(engine, messages=HELLO, params=LONG, options=None, n=1):
@@ -87,33 +89,30 @@ def test_a_named_tool_is_called_once():
 
 
 def test_drawn_ids_parse_completely():
-    generator = talkative_generator(1, eagerness=7.0)
-    tokenizer = generator.tokenizer
-    prompt = generator.prefill(list(b"x"))
-    mask = answer_mask(tokenizer, thinking=True, tools=[TOOL], tool_choice="required", parallel=False)
-    params = [SamplingParams(seed=seed, max_tokens=600) for seed in range(3)]
-    generation = generator.start([prompt] * 3, params, constraints=[mask.start() for _ in params])
-    assert [delta.finish_reason for delta in generation if delta.finish_reason] == ["stop"] * 3
-    for answer in generation.answers:
-        parsed = parse(tokenizer, answer.token_ids, thinking=True, tools=("weather",))
+    engine = make(seed=1, thinking=True)
+    job, _ = ask(engine, options=CALL, n=3)
+    for answer in job.answers:
+        parsed = parse(engine.tokenizer, answer.token_ids, thinking=True, tools=("weather",))
         assert parsed.problems == () and parsed.finished and parsed.tool_calls
 
 
 def test_rows_with_other_constraints_or_none_do_not_change_a_row():
+    requests = {"free": None, "call": CALL, "json": ChatOptions(response_format=FORM)}
+    params = SamplingParams(seed=7, top_k=40, top_p=0.95, max_tokens=50)
+
     def run(rows):
-        generator = talkative_generator(2)
-        masks = {
-            "free": None,
-            "call": answer_mask(generator.tokenizer, thinking=False, tools=[TOOL], tool_choice="required"),
-            "json": answer_mask(generator.tokenizer, thinking=False, response_format=FORM),
-        }
-        prompt = generator.prefill(list(b"x"))
-        params = [SamplingParams(seed=7, top_k=40, top_p=0.95, max_tokens=50) for _ in rows]
-        constraints = [None if masks[row] is None else masks[row].start() for row in rows]
-        generation = generator.start([prompt] * len(rows), params, constraints=constraints)
-        for _ in generation:
-            pass
-        return [answer.token_ids for answer in generation.answers]
+        engine = make(seed=2)
+        jobs = [engine.chat(HELLO, params, 1, requests[row]) for row in rows]
+        heard: list[list] = [[] for _ in rows]
+        ends = [threading.Event() for _ in rows]
+
+        def listener(row):
+            return lambda event: ends[row].set() if isinstance(event, JobEnd) else heard[row].append(event)
+
+        for row, job in enumerate(jobs):
+            job.start(listener(row))
+        assert all(end.wait(60) for end in ends)
+        return [job.answers[0].token_ids for job in jobs]
 
     together = run(["free", "call", "json", "call"])
     assert together[1] == together[3] and len({tuple(ids) for ids in together}) == 3
@@ -147,11 +146,11 @@ def test_later_turns_find_the_earlier_ones_without_their_options():
         ChatOptions(tools=[TOOL], tool_choice="none"),
         ChatOptions(tools=[TOOL]),
     ):
-        engine, plain = make(), make(kept_states=0)
+        engine, plain = make(), make(settings=uncached())
         job = engine.chat(HELLO, LONG, 1, options)
         for _ in job:
             pass
-        message = job._readers[0].message()
+        message = job.answers[0].reader.message()
         history = [*HELLO, message]
         results = [{"role": "tool", "tool_call_id": c["id"], "content": "4"} for c in message.get("tool_calls", ())]
         after = [*history, *results, {"role": "user", "content": "And now?"}]
@@ -160,24 +159,20 @@ def test_later_turns_find_the_earlier_ones_without_their_options():
         warm, rows = ask(engine, after, short, second)
         _, expected = ask(plain, after, short, second)
         assert [d.text for d in rows[0]] == [d.text for d in expected[0]]
-        turn = render(engine.tokenizer, history, tools=options.tools, thinking=False, add_generation_prompt=False).ids
-        assert warm.usage.cached_tokens == len(turn) > 0
+        turn = render(engine.tokenizer, HELLO, tools=options.tools, thinking=False, add_generation_prompt=False).ids
+        assert warm.usage.cached_tokens >= len(turn) // 4 * 4 > 0 == plain.metrics().cached_tokens_total
 
 
 def test_the_history_in_front_of_an_option_is_run_once():
     engine, short = make(), SamplingParams(seed=0, max_tokens=4)
     history = render(engine.tokenizer, HELLO, thinking=False, add_generation_prompt=False).ids
-    job, _ = ask(engine, options=ChatOptions(response_format=FORM), params=short)
-    answer = job._readers[0].message()
-    turn = render(engine.tokenizer, [*HELLO, answer], thinking=False, add_generation_prompt=False).ids
-    again = len(turn) - len(history)
-    assert engine.generator.tokens_run == job.usage.prompt_tokens + job.usage.completion_tokens - 1 + again
-    before = engine.generator.tokens_run
+    ask(engine, options=ChatOptions(response_format=FORM), params=short)
+    before = engine.core.runner.tokens_run
     job, _ = ask(
         engine, options=ChatOptions(response_format={"type": "json_object"}), params=SamplingParams(max_tokens=1)
     )
-    assert job.usage.cached_tokens == len(history)
-    assert engine.generator.tokens_run - before >= job.usage.prompt_tokens - len(history) > 0
+    assert job.usage.cached_tokens == len(history) // 4 * 4
+    assert engine.core.runner.tokens_run - before == job.usage.prompt_tokens - job.usage.cached_tokens > 0
 
 
 def test_tools_that_a_message_adds_can_be_called():
@@ -199,7 +194,7 @@ def test_t33_calls_of_a_request_without_tools_are_dropped():
         (ChatOptions(tools=[TOOL], tool_choice="none"), 0),
         (ChatOptions(tools=[TOOL]), 1),
     ]:
-        _, (row,) = ask(LocalEngine(scripted_generator(script), name="x"), params=greedy, options=options)
+        _, (row,) = ask(scripted_engine(script), params=greedy, options=options)
         assert "".join(delta.text for delta in row) == "ok" and len(calls_of(row)) == shown
         assert row[-1].finish_reason == ("tool_calls" if shown else "stop")
 
@@ -211,7 +206,7 @@ def test_an_answer_that_is_cut_inside_of_a_call_says_so():
     opened = len(encode_segments(tokenizer, [*open_tag("message", {"role": "assistant"}), *open_tag("response")]))
     script = render(tokenizer, [answer], thinking=False, add_generation_prompt=False).ids[opened:]
     cut = SamplingParams(temperature=0.0, max_tokens=script.index(ord("s"), script.index(ord("O"))) + 1)
-    engine = LocalEngine(scripted_generator(script), name="x")
+    engine = scripted_engine(script)
     _, (row,) = ask(engine, params=cut, options=ChatOptions(tools=[TOOL]))
     assert row[-1].finish_reason == "length"
     assert "".join(call.arguments for delta in row for call in delta.calls) == '{"city": "Os'
@@ -235,7 +230,7 @@ def test_options_that_cannot_be_kept_fail_before_anything_runs(options, param, m
     engine = make()
     with pytest.raises(FieldError, match=match) as caught:
         engine.chat(HELLO, LONG, 1, options)
-    assert caught.value.param == param and engine.generator.tokens_run == 0
+    assert caught.value.param == param and engine.core.runner.tokens_run == 0
 
 
 def test_effort_and_thinking_reach_the_prompt():
@@ -248,7 +243,7 @@ def test_effort_and_thinking_reach_the_prompt():
         (ChatOptions(thinking=False), {"thinking": False}),
     ]:
         job = engine.chat(HELLO, LONG, 1, options)
-        assert job._prompts == [render(engine.tokenizer, HELLO, **expected).ids]
+        assert [s.ids for s in job.sequences] == [render(engine.tokenizer, HELLO, **expected).ids]
 
 
 def test_without_llguidance_the_extra_is_named(monkeypatch):

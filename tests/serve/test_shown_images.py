@@ -16,10 +16,10 @@ from perilune.errors import RequestError
 from perilune.model import Transformer, init_weights
 from perilune.model.vision import ImageBatch
 from perilune.serve.chat_session import ChatSession
-from perilune.serve.generator import Generator
 from perilune.serve.images import ShownImages
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import FieldError, SamplingParams
+from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 from perilune.tokenizer.xtml import render
 
@@ -52,9 +52,10 @@ def model() -> Transformer:
     return made
 
 
-def engine(model: Transformer, *, kept: int = 16, chunk: int = 512) -> LocalEngine:
+def engine(model: Transformer, *, cache: bool = True, chunk: int = 512) -> LocalEngine:
     images = ShownImages(model, image_processor(CONFIG))
-    return LocalEngine(Generator(model, TOKENIZER, prefill_chunk=chunk, images=images), name="eyes", kept_states=kept)
+    settings = EngineSettings(unit=4, cache_bytes=2**22, prefix_cache=cache, chunk=chunk)
+    return LocalEngine(model, TOKENIZER, name="eyes", images=images, settings=settings)
 
 
 def asked(*pictures: bytes, text: str = "what is this?") -> list[dict]:
@@ -85,15 +86,17 @@ def test_a_prompt_in_chunks_is_the_models_own_pass(model, chunk):
     """Also where a chunk ends inside an image."""
     shown = engine(model, chunk=chunk)
     pictures = (picture(0), picture(1, (28, 42)))
-    images = shown._images(asked(*pictures))
-    prompt = render(TOKENIZER, asked(*pictures), thinking=False, images=[(*i.original_size, i.tokens) for i in images])
-    prefix = shown.generator.prefill(shown.generator.images.placed(prompt, images))
-    assert torch.allclose(prefix.logits_1Z[0], direct(model, *pictures), atol=2e-4)
+    scores = []
+    run = shown.core.runner.run
+    shown.core.runner.run = lambda plan: scores.append(run(plan)) or scores[-1]
+    list(shown.chat(asked(*pictures), replace(GREEDY, max_tokens=1)))
+    (logits,) = scores[-1].logits.values()
+    assert torch.allclose(logits, direct(model, *pictures), atol=2e-4)
 
 
-def test_kept_states_serve_the_same_image_and_no_other(model):
+def test_a_cached_prompt_serves_the_same_image_and_no_other(model):
     """Equal sizes give equal ids, so only what is shown tells the prompts apart."""
-    shown, fresh = engine(model), engine(model, kept=0)
+    shown, fresh = engine(model), engine(model, cache=False)
     first, second = asked(picture(0)), asked(picture(1))
     answers = [said(shown, messages) for messages in (first, second, first)]
     assert answers[0][0] == answers[2][0] == said(fresh, first)[0]
@@ -106,7 +109,7 @@ def test_kept_states_serve_the_same_image_and_no_other(model):
 def test_a_conversation_goes_on_behind_its_images(model, tmp_path):
     (tmp_path / "a.png").write_bytes(picture(0))
     (tmp_path / "b.png").write_bytes(picture(1))
-    session, other = ChatSession(engine(model), GREEDY), ChatSession(engine(model, kept=0), GREEDY)
+    session, other = ChatSession(engine(model), GREEDY), ChatSession(engine(model, cache=False), GREEDY)
     turns = [("what is this?", ["a.png"]), ("and these?", ["b.png", "a.png"]), ("sure?", [])]
     for text, names in turns:
         paths = [tmp_path / name for name in names]
@@ -115,15 +118,14 @@ def test_a_conversation_goes_on_behind_its_images(model, tmp_path):
     assert session.usage.cached_tokens > 0 == other.usage.cached_tokens
 
 
-def test_many_images_are_forgotten_but_never_those_of_the_prompt(model, monkeypatch):
+def test_many_images_are_forgotten_but_never_those_of_a_prompt(model, monkeypatch):
     monkeypatch.setattr("perilune.serve.images._KEPT", 2)
-    shown, fresh = engine(model), engine(model, kept=0)
+    shown, fresh = engine(model), engine(model, cache=False)
     for seed in range(4):
         said(shown, asked(picture(seed)))
-    assert len(shown.generator.images._rows) == 2
+    assert len(shown.images._rows) == 2
     three = asked(picture(0), picture(1), picture(2))
     assert said(shown, three)[0] == said(fresh, three)[0]
-    assert len(shown.generator.images._row_of) == sum(len(rows) for rows in shown.generator.images._rows.values())
 
 
 def test_bad_images_are_refused_with_their_place(model, tmp_path):
@@ -145,6 +147,6 @@ def test_bad_images_are_refused_with_their_place(model, tmp_path):
 
 def test_a_model_without_a_tower_takes_text_only():
     model = init_weights(Transformer(replace(tiny(), vocab_size=TOKENIZER.vocab_size)), 0)
-    blind = LocalEngine(Generator(model, TOKENIZER), name="blind")
+    blind = LocalEngine(model, TOKENIZER, name="blind")
     with pytest.raises(FieldError, match="blind has no vision tower"):
         blind.chat(asked(picture(0)), GREEDY)

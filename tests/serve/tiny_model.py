@@ -1,4 +1,4 @@
-"""A seeded tiny model in fp64 (so that ties and rounding decide nothing) and the byte tokenizer."""
+"""A seeded tiny model in fp64 (so that ties and rounding decide nothing), the byte tokenizer, and engines over them."""
 
 from __future__ import annotations
 
@@ -8,53 +8,68 @@ import torch
 
 from perilune.config.presets import preset
 from perilune.model import Transformer, init_weights
-from perilune.serve.generator import Generator
+from perilune.serve.local_engine import LocalEngine
+from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 
+TOKENIZER = ByteTokenizer()
 
-def tiny_generator(seed: int = 0, *, sharpness: float = 8.0, vocab_size: int | None = None, **changes) -> Generator:
-    """A generator over random weights; `sharpness` scales the head, so that logits are far apart."""
-    tokenizer = ByteTokenizer()
-    config = dataclasses.replace(preset("tiny"), vocab_size=vocab_size or tokenizer.vocab_size)
-    model = Transformer(config)
-    init_weights(model, seed)
-    model.double()
-    model.compute_dtype = torch.float64
+
+def tiny_model(
+    seed: int = 0, *, sharpness: float = 8.0, vocab_size: int | None = None, dtype=torch.float64, **parts
+) -> Transformer:
+    """Random weights; `sharpness` scales the head, so that logits are far apart; `parts` replace those of the config."""
+    config = dataclasses.replace(preset("tiny"), vocab_size=vocab_size or TOKENIZER.vocab_size, **parts)
+    model = init_weights(Transformer(config), seed).to(dtype).eval()
+    model.compute_dtype = dtype
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness / model.lm_head.weight.std() / config.hidden_size**0.5)
         # Control tokens are drawn only where a test wants them.
         model.lm_head.weight[256:] = 0
-    return Generator(model, tokenizer, **changes)
+    return model
 
 
-def talkative_generator(seed: int = 0, *, eagerness: float = 4.0, **changes) -> Generator:
-    """A generator that likes control tokens, so that what a grammar leaves open comes to an end."""
-    generator = tiny_generator(seed, sharpness=1.0, **changes)
-    forward = generator.forward
-
-    def eager(ids_BT, state):
-        logits_BZ = forward(ids_BT, state).clone()
-        logits_BZ[:, 256:] += eagerness
-        return logits_BZ
-
-    generator.forward = torch.inference_mode()(eager)
-    return generator
+def tiny_engine(
+    seed: int = 0, *, name: str = "tiny", thinking: bool = False, context_length: int = 8192, settings=None, **model
+) -> LocalEngine:
+    """An engine over `tiny_model` whose cache works in units of 4 tokens; with `settings` as they are."""
+    settings = settings or EngineSettings(unit=4, cache_bytes=2**23)
+    return LocalEngine(
+        tiny_model(seed, **model), TOKENIZER, name=name, thinking=thinking, context_length=context_length, settings=settings
+    )  # fmt: skip
 
 
-def scripted_generator(script: list[int]) -> Generator:
-    """A generator whose every answer is `script`, if the most likely token is drawn."""
-    generator = tiny_generator()
-    forward, start, step = generator.forward, generator.start, [0]
+def uncached(**settings) -> EngineSettings:
+    """Settings without a prefix cache."""
+    return EngineSettings(unit=4, cache_bytes=2**23, prefix_cache=False, **settings)
 
-    def restart(*arguments, **options):
-        step[0] = 0
-        return start(*arguments, **options)
 
-    def follow(ids_BT, state):
-        logits_BZ = torch.zeros_like(forward(ids_BT, state))
-        step[0] = 0 if len(ids_BT[0]) > 1 else step[0] + 1
-        logits_BZ[:, script[min(step[0], len(script) - 1)]] = 1.0
-        return logits_BZ
+def talkative_engine(seed: int = 0, *, eagerness: float = 4.0, **options) -> LocalEngine:
+    """An engine that likes control tokens, so that what a grammar leaves open comes to an end."""
+    engine = tiny_engine(seed, sharpness=1.0, **options)
 
-    generator.forward, generator.start = torch.inference_mode()(follow), restart
-    return generator
+    def eager(_module, _inputs, logits):
+        logits = logits.clone()
+        logits[..., 256:] += eagerness
+        return logits
+
+    engine.core.runner.model.lm_head.register_forward_hook(eager)
+    return engine
+
+
+def scripted_engine(script: list[int], **options) -> LocalEngine:
+    """An engine whose every answer is `script`, if the most likely token is drawn."""
+    engine = tiny_engine(**options)
+    run = engine.core.runner.run
+
+    def follow(plan):
+        scores = run(plan)
+        for row in plan.rows:
+            if row.draws:
+                logits = torch.zeros_like(scores.logits[row.sequence.name])
+                logits[script[min(row.sequence.drawn, len(script) - 1)]] = 1.0
+                scores.logits[row.sequence.name] = logits
+        return scores
+
+    engine.core.runner.run = follow
+    return engine

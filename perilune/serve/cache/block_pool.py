@@ -118,6 +118,10 @@ class BlockPool:
         """FREE, TOKENS or STATE."""
         return self._marks[page] & 3
 
+    def mark(self, page: int) -> int:
+        """Kind of a page, plus HELD, plus BOUND."""
+        return self._marks[page]
+
     def count(self, kind: int, *, bound: bool) -> int:
         """Used pages of a kind, either those in the cache or those that only running requests use."""
         mark = kind | (BOUND if bound else 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from perilune.serve.cache import TokenChain
 
-WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+NEW, WAITING, RUNNING, ENDED = "new", "waiting", "running", "ended"
 
 
 class Sequence:
@@ -30,7 +30,7 @@ class Sequence:
         known: tokens of the prompt whose pages were cached then.
         order: number of its arrival.
         kind: index of its class.
-        state: WAITING, RUNNING or ENDED.
+        state: NEW until it is queued, WAITING, RUNNING or ENDED.
         preemptions: times that it had to start again.
         followers: sequences with the same prompt that wait until it is computed.
         extends_chain: whether drawn tokens are entered into the prefix cache.
@@ -59,7 +59,7 @@ class Sequence:
         self.scheduled = self.computed = self.order = self.kind = self.preemptions = 0
         self.resume: int | None = None
         self.known = 0
-        self.state = WAITING
+        self.state = NEW
         self.followers: list[Sequence] = []
 
     @property

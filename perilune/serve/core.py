@@ -1,0 +1,312 @@
+"""The engine's thread: takes requests in, plans a step, runs it, hands out what was drawn, and goes on.
+
+Only this thread touches scheduler, cache and pages. Everybody else leaves a command in the inbox, which is read between two
+steps; so a request can be stopped, and the cache be looked at, at any time without a lock. While the device works on a
+step, prompts that have arrived are hashed on the threads that sent them, and their images run; what is left to do between
+steps is proportional to the rows.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from perilune.errors import CapacityError, PeriluneError
+from perilune.serve.answer import Answer
+from perilune.serve.cache import HybridCache
+from perilune.serve.engine import CacheEvent, EngineFailed
+from perilune.serve.job import LocalJob
+from perilune.serve.runner import ModelRunner
+from perilune.serve.runner.runner import Scores
+from perilune.serve.sampling import Drawn, draw_rows, token_logprobs
+from perilune.serve.schedule import Plan, Scheduler, Sequence
+
+Result = TypeVar("Result")
+EVENTS = 4096  # admissions that are remembered
+IDLE_SECONDS = 0.002  # until a step is planned anew when nothing could be computed
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the engine was made.
+
+    Attributes:
+        steps: that ran.
+        generated: tokens drawn.
+        failed: steps that raised.
+        scheduler_seconds: planning and settling; step_seconds: running, drawing and telling.
+    """
+
+    steps: int = 0
+    generated: int = 0
+    failed: int = 0
+    scheduler_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+class EngineCore:
+    """Scheduler, cache and runner, and the thread that drives them.
+
+    Args:
+        cache: of the scheduler.
+        scheduler: plans.
+        runner: executes.
+
+    Attributes:
+        totals: see `Totals`.
+        jobs: that have not ended.
+    """
+
+    def __init__(self, cache: HybridCache, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.cache, self.scheduler, self.runner = cache, scheduler, runner
+        self.totals = Totals()
+        self.jobs: dict[int, LocalJob] = {}
+        self.events: deque[CacheEvent] = deque(maxlen=EVENTS)
+        self._events_seen = 0
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._job_of: dict[str, LocalJob] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = self._paused = False
+
+    # ---- from any thread
+
+    def submit(self, job: LocalJob) -> None:
+        """Take a job in. CapacityError: the engine is closed."""
+        self._post(lambda: self._begin(job))
+
+    def abort(self, job: LocalJob) -> None:
+        """Stop a job between two steps; its listener hears the end."""
+        if not self._closed:
+            self._post(lambda: self._abort(job))
+
+    def position(self, job: LocalJob) -> int:
+        """See `LocalJob.position`; as of some recent step."""
+        return min((self.scheduler.position(sequence) for sequence in job.prompts), default=0)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the engine's thread between two steps; returns, or raises, what it does."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((function(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        self._post(run)
+        result, error = answer.get()
+        if error is not None:
+            raise error
+        return result
+
+    def pause(self) -> None:
+        """Finish the step under way and plan no more; requests are still taken in."""
+        self.call(lambda: setattr(self, "_paused", True))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.call(lambda: setattr(self, "_paused", False))
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` holds."""
+        return self._paused
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Stop: jobs end with an error, the thread ends."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            self._inbox.put(lambda: None)
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise CapacityError("the engine is closed; load the model again")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
+                self._thread.start()
+            self._inbox.put(command)
+
+    # ---- on the engine's thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not self._closed:
+                self._take_commands(wait=None if self._paused or self.scheduler.idle else 0.0)
+                if not self._closed and not self._paused and not self.scheduler.idle and not self.step():
+                    self._take_commands(wait=IDLE_SECONDS)
+        except BaseException as caught:  # a fault of the engine itself: nothing it holds can be trusted
+            error = caught
+            with self._lock:
+                self._closed = True
+        ended = EngineFailed(f"the engine stopped: {error}") if error else CapacityError("the engine was closed")
+        for job in list(self.jobs.values()):
+            job.end(ended)
+        while not self._inbox.empty():  # whoever waits for a `call` gets its answer
+            self._inbox.get()()
+        for job in list(self.jobs.values()):
+            job.end(ended)
+        if error is not None:
+            raise error
+
+    def _take_commands(self, wait: float | None) -> None:
+        """Run all commands that are there; with none, wait for one for so many seconds (None = as long as it takes)."""
+        try:
+            command = self._inbox.get_nowait() if wait == 0.0 else self._inbox.get(timeout=wait)
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _begin(self, job: LocalJob) -> None:
+        self.jobs[id(job)] = job
+        if job.closed:
+            self._forget(job)
+            return
+        for sequence in job.sequences:
+            self._job_of[sequence.name] = job
+        for sequence in job.prompts:
+            self.scheduler.add(sequence)
+
+    def _abort(self, job: LocalJob) -> None:
+        if id(job) in self.jobs:
+            self._forget(job)
+
+    def _forget(self, job: LocalJob, error: BaseException | None = None) -> None:
+        """A job is over: end what still runs of it, then tell."""
+        for sequence in reversed(job.sequences):  # followers first, or they would be queued when their leader ends
+            self.scheduler.end(sequence)
+            self.runner.forget(sequence.name)
+            self._job_of.pop(sequence.name, None)
+        self.jobs.pop(id(job), None)
+        job.end(error)
+
+    def step(self) -> bool:
+        """Plan and run one step; False if nothing can be computed now."""
+        began = time.perf_counter()
+        plan = self.scheduler.plan()
+        self._settle_refused()
+        if plan is None:
+            return False
+        self._note_started(plan, began)
+        planned = time.perf_counter()
+        try:
+            scores = self.runner.run(plan)
+            drawn = self._draw(plan, scores)
+        except Exception as error:
+            self._fail(plan, error)
+            return True
+        ran = time.perf_counter()
+        self.scheduler.finish(plan, {name: one.token_id for name, one in drawn.items()})
+        settled = time.perf_counter()
+        self._tell(plan, drawn, settled)
+        totals = self.totals
+        totals.steps += 1
+        totals.generated += len(drawn)
+        totals.scheduler_seconds += planned - began + settled - ran
+        totals.step_seconds += ran - planned + time.perf_counter() - settled
+        return True
+
+    def _settle_refused(self) -> None:
+        for sequence, error in self.scheduler.refused:
+            job = self._job_of.get(sequence.name)
+            if job is not None:
+                self._forget(job, error)
+        self.scheduler.refused.clear()
+
+    def _note_started(self, plan: Plan, now: float) -> None:
+        for row in plan.prefill:
+            sequence, answer = row.sequence, row.sequence.content
+            if not answer.started:
+                answer.started = now
+                self._events_seen += 1
+                name = self._job_of[sequence.name].request_id or sequence.name
+                self.events.append(
+                    CacheEvent(
+                        self._events_seen, time.time(), name, sequence.prompt, sequence.resume or 0, sequence.known
+                    )
+                )
+
+    def _draw(self, plan: Plan, scores: Scores) -> dict[str, Drawn]:
+        """The next token of every row that ends with its last known one."""
+        for row in plan.prefill:
+            if row.sequence.name in scores.prompt:
+                self._score_prompt(row.sequence, row.chunk.start, scores.prompt[row.sequence.name])
+        rows = [row.sequence for row in plan.rows if row.draws]
+        if not rows:
+            return {}
+        answers: list[Answer] = [sequence.content for sequence in rows]
+        logits_BZ = torch.stack([scores.logits[sequence.name] for sequence in rows])
+        masks = [None if answer.constraint is None else answer.constraint.mask() for answer in answers]
+        drawn = draw_rows([answer.sampling for answer in answers], logits_BZ, masks)
+        return {sequence.name: one for sequence, one in zip(rows, drawn)}
+
+    @staticmethod
+    def _score_prompt(sequence: Sequence, start: int, logits_TZ: torch.Tensor) -> None:
+        """Log-probabilities of the prompt's tokens that follow those of a chunk; a preempted one's come twice."""
+        answer = sequence.content
+        first = start + 1 + max(0, len(answer.prompt_logprobs) - start)
+        following = sequence.ids[first : min(start + 1 + len(logits_TZ), sequence.prompt)]
+        if following:
+            rows = logits_TZ[first - start - 1 :][: len(following)]
+            answer.prompt_logprobs += token_logprobs(rows, following, [answer.params.prompt_logprobs] * len(following))
+
+    def _tell(self, plan: Plan, drawn: dict[str, Drawn], now: float) -> None:
+        """Hand out what was drawn; end answers and jobs that end here."""
+        for row in plan.rows:
+            sequence = row.sequence
+            job = self._job_of.get(sequence.name)
+            if not row.draws or job is None:
+                continue
+            answer: Answer = sequence.content
+            answer.first, answer.last = answer.first or now, now
+            try:
+                delta = answer.take(drawn[sequence.name])
+                if answer.finish_reason is not None:
+                    self.scheduler.end(sequence)
+                    self.runner.forget(sequence.name)
+                if delta is not None:
+                    job.push(delta)
+            except Exception as error:  # of this answer's grammar or reader: the others go on
+                self._forget(job, error if isinstance(error, PeriluneError) else _failure(error))
+                continue
+            if all(one.finish_reason is not None for one in job.answers):
+                self._forget(job)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """A step raised: its jobs end with an error, all others go on."""
+        self.totals.failed += 1
+        failure = error if isinstance(error, PeriluneError) else _failure(error)
+        for sequence in self.scheduler.fail(plan):
+            job = self._job_of.get(sequence.name)
+            if job is not None:
+                self._forget(job, failure)
+
+
+def _failure(error: Exception) -> EngineFailed:
+    failed = EngineFailed(
+        f"the model failed while this request was running ({type(error).__name__}: {error}); ask again"
+    )
+    failed.__cause__ = error
+    return failed

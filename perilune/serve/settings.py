@@ -1,0 +1,82 @@
+"""How an engine uses its device: memory for the cache, sizes of a step, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perilune.errors import ConfigError
+from perilune.serve.cache import CacheGeometry, Retention
+from perilune.serve.schedule import Limits, ServiceClass, service_classes
+
+DETERMINISTIC_UNIT = 64  # chunks of the deterministic mode: the rows that the kernels of linear attention work in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """Settings of an engine.
+
+    Attributes:
+        cache_bytes: of the page pool; None = 256 MiB on the CPU, 60 % of the free memory of a GPU. It is never less than one
+            request of the whole context needs.
+        prefix_cache: whether prompts may skip what is cached.
+        unit: tokens of a hash unit; None = derived from the model.
+        retention: where states are kept, see `cache.retention`.
+        eviction: "work" or "recency".
+        sequences: most sequences that run at once.
+        step_tokens: most tokens of a step; a short request waits for a whole step when it arrives.
+        chunk: most tokens of one prompt in a step.
+        classes: budgets by prompt length; None = three for the context, () = none: one queue for all.
+        deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
+            long as a hash unit, decoding goes in groups of eight, and answers are not cached, only prompts.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    cache_bytes: int | None = None
+    prefix_cache: bool = True
+    unit: int | None = None
+    retention: str = "turns+second-hit"
+    eviction: str = "work"
+    sequences: int = 64
+    step_tokens: int = 512
+    chunk: int = 512
+    classes: tuple[ServiceClass, ...] | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        Retention.parse(self.retention)
+        if self.cache_bytes is not None and self.cache_bytes < 0:
+            raise ConfigError(f"cache_bytes={self.cache_bytes} must not be negative")
+        if self.unit is not None and self.unit < 1:
+            raise ConfigError(f"unit={self.unit} must be at least 1")
+
+    @property
+    def hash_unit(self) -> int | None:
+        """Tokens of a hash unit; None = derived from the model."""
+        return DETERMINISTIC_UNIT if self.deterministic and self.unit is None else self.unit
+
+    def limits(self, geometry: CacheGeometry, context_length: int) -> Limits:
+        """Of the scheduler."""
+        classes = service_classes(context_length) if self.classes is None else self.classes
+        if not classes:
+            classes = (ServiceClass(name="all", up_to=2**62),)
+        return Limits(
+            sequences=self.sequences, step_tokens=self.step_tokens, chunk=self.chunk, classes=classes,
+            grid=geometry.unit if self.deterministic else 0,
+        )  # fmt: skip
+
+    def pages(self, geometry: CacheGeometry, context_length: int, free_bytes: int | None) -> int:
+        """Of the pool.
+
+        Args:
+            geometry: sizes.
+            context_length: tokens that one request can have.
+            free_bytes: of the device's memory; None = the CPU.
+        """
+        wanted = self.cache_bytes
+        if wanted is None:
+            wanted = 2**28 if free_bytes is None else int(0.6 * free_bytes)
+        # A hit pins the pages it copies from beside its own, and a checkpoint is written while the last one is held.
+        least = 2 * geometry.pages_for(context_length) + 4 * geometry.groups + 2
+        return max(least, wanted // geometry.page_bytes)
