@@ -35,7 +35,6 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["", "version_2"])
 def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both Triton forms of the parallel stages; see docs/kernels-log.md."""
-    monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
     monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
 
 
@@ -162,10 +161,9 @@ def test_t05_numbers_of_warps(name: str, warps: int, monkeypatch: pytest.MonkeyP
     plan.plan.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["PREPARE_FAST", "SOLVE", "PAIRS", "PRODUCTS", "GRADIENTS"])
+@pytest.mark.parametrize("name", ["PAIRS", "PRODUCTS", "GRADIENTS"])
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_t05_numbers_of_warps_of_version_2(name: str, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "TWO_STEP_PREPARE", True)
     monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", True)
     monkeypatch.setattr(configs, name, {"num_warps": warps, "num_stages": 1})
     check(make(1, 200, 1, 1), **BOUNDED)

@@ -26,8 +26,7 @@ def _triton() -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["", "version_2"])
 def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the parallel stages; see docs/kernels-log.md."""
-    monkeypatch.setattr(configs, "TWO_STEP_PREPARE", request.param)
+    """Both forms of the backward pass's parallel stage; see docs/kernels-log.md."""
     monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
     monkeypatch.setattr(configs, "SLAB", 3)
 

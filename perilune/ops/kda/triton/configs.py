@@ -12,17 +12,11 @@ def launch(num_warps: int, num_stages: int = 1, maxnreg: int | None = None) -> d
     return {"num_warps": num_warps, "num_stages": num_stages} | limit
 
 
-# The prepare stage in two kernels has about half the instructions and twice the programs at once, but no GPU has run it
-# yet: docs/kernels-log.md, version 2. Turn it on when tests/gpu pass with it and `python -m perilune.bench.gpu_kda` says
-# that it is faster; then the other one goes.
-TWO_STEP_PREPARE = False
 PREPARE = launch(8)
-PREPARE_FAST = launch(8, maxnreg=128)
-SOLVE = launch(4, maxnreg=128)
 SCAN = (launch(4, 2), launch(8, 3))  # up to 64 value channels a program, more
 SCAN_BACKWARD = (launch(4, 2), launch(8, 2))
 BACKWARD = launch(8)
-# As with TWO_STEP_PREPARE: docs/kernels-log.md, version 2.
+# No GPU has run the parallel part of the backward pass in three steps yet: docs/kernels-log.md, version 2.
 THREE_STEP_BACKWARD = False
 PAIRS = launch(8)
 PRODUCTS = launch(8)
