@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference, select
 from perilune.ops.kda.cuda import backward as cuda_backward
+from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.triton import configs, launch, plan
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -27,7 +28,8 @@ LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cuda_backward, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
+    for stage in (cuda_prepare, cuda_backward):
+        monkeypatch.setattr(stage, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
     with force("triton"):
         yield
 
