@@ -14,7 +14,7 @@
 //
 // One block of threads goes through chunks and heads with the stride of the grid. Each of its warps owns 16 rows by 32 key
 // channels. The next chunk's inputs are under way while this one is computed: q, k and g from where they have been read
-// into registers, dO, E, S and U, dS from where the products are done.
+// into registers, dO, E, S and then U, dS from where their products are done.
 //
 // Macros: KEY_DIM, VALUE_DIM (64 or 128), L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq and dk are
 // float), BETA_FLOAT (so are beta and its gradient).
@@ -92,6 +92,7 @@ KERNEL(THREADS, 1) backward(
         float d_q[4][4] = {}, d_k[4][4] = {}, d_G[4][4];
         through_state(d_q, d_k, m.d_o, m.e, m.s, here());
         sync_threads();
+        ask_first(m.next);
 
         reads(m, d_q, d_k, shift);
         {
@@ -117,8 +118,6 @@ KERNEL(THREADS, 1) backward(
             put_along(m.along[0], along, p);
         }
         sync_threads();
-        ask_first(m.next);
-
         {
             const Place p = here();
             through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
@@ -130,6 +129,7 @@ KERNEL(THREADS, 1) backward(
         through_state(d_key, m.u, m.ds, here());
         tail(m, d_key, own, shift);
         sync_threads();
+        ask_second(m.next);
 
         writes(m, d_key, shift);
         float after[4][2];  // sums of dG over the rows of the block after this thread's
@@ -162,8 +162,6 @@ KERNEL(THREADS, 1) backward(
             put_along(m.along[1], along, p);
         }
         sync_threads();
-        ask_second(m.next);
-
         const Place p = here();
         through_norm(d_k, own.k, m.k_rstd, m.along[1], p);
 #pragma unroll
