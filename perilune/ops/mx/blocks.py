@@ -1,9 +1,9 @@
 """Rounding, encoding and decoding of whole tensors in MX blocks: the loops under `codec` and `fake_quant`.
 
-A tensor `[..., I]` is seen as rows of I columns, each cut into blocks of 32. Implementations: "native" reads every element
-once and writes every result once (C, float32 and bfloat16 on the CPU); "torch" does the same arithmetic in a dozen passes
-over slices that stay in the cache, in float64 too and on any device; "reference" searches the grid for the nearest value.
-All three agree bit for bit.
+A tensor `[..., I]` is seen as rows of I columns, each cut into blocks of 32. Implementations: "native" (C, on the CPU)
+and "triton" (CUDA) read every element once and write every result once, in float32 and bfloat16; "torch" does the same
+arithmetic in a dozen passes over slices that stay in the cache, in float64 too and on any device; "reference" searches the
+grid for the nearest value. All of them agree bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from perilune.ops.mx import reference
 from perilune.ops.mx.element import Element, code_values, grid_codes, round_to_grid
 from perilune.ops.mx.scale import GROUP, carry, inverse_scale_values, scale_bytes, scale_values
 from perilune.ops.native.rows import as_rows, choose, entry, fresh, threads_for
+from perilune.ops.triton import available
 
 SLICE_ELEMENTS = {
     "cpu": 1 << 16,
@@ -27,7 +28,7 @@ SLICE_ELEMENTS = {
 
 def select(x_NI: Tensor) -> Choice:
     """Say which implementation works on blocks of `x_NI` (for decoding: of the result), and why."""
-    return choose("mx", x_NI)
+    return available.choose(x_NI) or choose("mx", x_NI)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -52,6 +53,13 @@ def round_blocks(x_NI: Tensor, element: Element, rule: str) -> Tensor:
         entry("mx", "mx_round", x_NI.dtype, "plpllili")(
             source.data_ptr(), stride, out.data_ptr(), rows, width, element.bits, limit, threads_for(x_NI.numel())
         )
+        return out
+    if implementation == "triton":
+        from perilune.ops.mx import triton_blocks
+
+        source, stride = as_rows(x_NI)
+        out = fresh(x_NI)
+        triton_blocks.round_rows(source, stride, out, x_NI.shape[-1], element, rule)
         return out
     if implementation == "reference":
         return reference.round_blocks(x_NI, element, rule)
@@ -81,6 +89,12 @@ def encode_blocks(x_NI: Tensor, element: Element, rule: str) -> tuple[Tensor, Te
             threads_for(x_NI.numel()),
         )  # fmt: skip
         return codes, scale
+    if implementation == "triton":
+        from perilune.ops.mx import triton_blocks
+
+        source, stride = as_rows(x_NI)
+        triton_blocks.encode_rows(source, stride, codes, scale, width, element, rule)
+        return codes, scale
     encode = reference.encode_blocks if implementation == "reference" else _encode
     flat, code_rows, scale_rows = x_NI.reshape(rows, width), codes.view(rows, -1), scale.view(rows, -1)
     for part in _slices(flat):
@@ -105,6 +119,11 @@ def decode_blocks(codes: Tensor, scale: Tensor, element: Element, dtype: torch.d
             code_source.data_ptr(), code_stride, scale_source.data_ptr(), scale_stride, out.data_ptr(), rows, width,
             element.bits, threads_for(out.numel()),
         )  # fmt: skip
+        return out
+    if implementation == "triton":
+        from perilune.ops.mx import triton_blocks
+
+        triton_blocks.decode_rows(codes.contiguous(), scale.contiguous(), out, element)
         return out
     target, code_rows, scale_rows = out.view(rows, width), codes.reshape(rows, -1), scale.reshape(rows, -1)
     exact = torch.promote_types(dtype, torch.float32)

@@ -3,8 +3,10 @@
     W4A16:  y_e = W2 glu(W1 z, W3 z)               W4A8:  y_e = W2 Q(glu(W1 Q(z), W3 Q(z)))
 
 with W1, W2, W3 decoded from their codes. The released K3 was trained as W4A8, its configuration names no activation format,
-and engines run either (architecture §9.3), so both are here. This is the definition that a fused kernel must meet, and what
-runs on a CPU: each used expert's weights are decoded when its rows are multiplied, so at most one expert is dense at a time.
+and engines run either (architecture §9.3), so both are here. The form in torch is the definition: each used expert's weights
+are decoded when its rows are multiplied, so at most one expert is dense at a time. On a GPU the kernels of `triton_experts`
+decode in registers, from weights that `pack` has rearranged once; a product of bfloat16 holds both factors exactly, as an
+MXFP8 value has four significant bits.
 
 `rounded_input_experts` is the training side of W4A8: dense weights that were rounded before, gradients straight through
 both roundings: dX = dY Q(W)^T and dW = Q(X)^T dY. Like `moe.experts` it saves no expert output and recomputes the hidden
@@ -20,10 +22,13 @@ import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
+from perilune.ops.choice import Choice
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.mx.codec import dequantize_mxfp4, quantize_mxfp4
 from perilune.ops.mx.fake_quant import fake_quantize
+from perilune.ops.mx.pack import DeviceWeight
 from perilune.ops.situ_glu import GLUS, glu
+from perilune.ops.triton import available
 
 ACTIVATIONS = ("none", "mxfp8")
 
@@ -47,13 +52,27 @@ class PackedWeight(NamedTuple):
         return dequantize_mxfp4(self.codes[e], self.scale[e], dtype)
 
 
+def select(z_NL: Tensor, w1: PackedWeight | DeviceWeight) -> Choice:
+    """Return which implementation `packed_experts` takes for these tokens and weights, and why."""
+    choice = available.choose(z_NL)
+    if choice is None:
+        return Choice("torch", "each used expert is decoded before its product")
+    if choice.implementation != "triton":
+        return choice
+    if not isinstance(w1, DeviceWeight):
+        return Choice("torch", "plain torch: the weights lie as they are published; mx.pack them once for the kernels")
+    if z_NL.dtype != torch.bfloat16 and z_NL.is_cuda:
+        return Choice("torch", f"plain torch: the kernels multiply bfloat16, the tokens are {str(z_NL.dtype)[6:]}")
+    return choice
+
+
 def packed_experts(
     z_NL: Tensor,
     index_NA: Tensor,
     weight_NA: Tensor,
-    w1: PackedWeight,
-    w3: PackedWeight,
-    w2: PackedWeight,
+    w1: PackedWeight | DeviceWeight,
+    w3: PackedWeight | DeviceWeight,
+    w2: PackedWeight | DeviceWeight,
     activation: str = "situ",
     *,
     beta: float = 4.0,
@@ -67,7 +86,7 @@ def packed_experts(
         z_NL: `[N, L]` tokens, float32, bfloat16 or float64.
         index_NA: int64 `[N, A]` chosen experts.
         weight_NA: `[N, A]` mixing weights, fp32 (fp64 for fp64 tokens).
-        w1: gate weights of all experts, `[E, F, L]` unpacked.
+        w1: gate weights of all experts, `[E, F, L]` unpacked; all three as published, or all rearranged by `pack`.
         w3: up weights, alike.
         w2: down weights, `[E, L, F]` unpacked.
         activation: "situ" or "swiglu".
@@ -90,9 +109,13 @@ def packed_experts(
         return w1.expert(e, z_NL.dtype), w3.expert(e, z_NL.dtype), w2.expert(e, z_NL.dtype)
 
     with torch.no_grad():
-        plan = dispatch_plan(index_NA, w1.codes.shape[0])
         hidden_rule = None if activations == "none" else rule
         z_NL = z_NL if hidden_rule is None else fake_quantize(z_NL, "mxfp8", hidden_rule)
+        if len(z_NL) and select(z_NL, w1).implementation == "triton":
+            from perilune.ops.mx import triton_experts
+
+            return triton_experts.experts(z_NL, index_NA, weight_NA, w1, w3, w2, caps, hidden_rule)
+        plan = dispatch_plan(index_NA, w1.codes.shape[0])
         return _forward(z_NL, weight_NA, plan, dense, caps, hidden_rule)
 
 

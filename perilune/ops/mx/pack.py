@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.errors import ConfigError
-from perilune.ops.mx.blocks import pack_nibbles, unpack_nibbles
+from perilune.ops.mx.blocks import decode_blocks, pack_nibbles, unpack_nibbles
+from perilune.ops.mx.element import E2M1
 from perilune.ops.mx.scale import GROUP, NAN_SCALE
 
 GROUPS = 4  # of a step of the kernels
@@ -42,6 +43,16 @@ class DeviceWeight(NamedTuple):
     def rows(self) -> int:
         """O."""
         return self.scale.shape[2]
+
+    def expert(self, e: int, dtype: torch.dtype) -> Tensor:
+        """The dense matrix `[O, I]` of expert e."""
+        groups = self.columns // GROUP
+        nibbles = unpack_nibbles(self.codes[e, :groups].transpose(0, 1)).unflatten(-1, (GROUP // 2, 2))
+        codes = pack_nibbles(nibbles.transpose(-1, -2).flatten(-2)).flatten(1)
+        places = 8 * torch.arange(GROUPS, device=self.scale.device)
+        biased = (self.scale[e].T[..., None] >> places & 255).flatten(1)[:, :groups]
+        scale = torch.where(biased == NAN_SCALE, NAN_SCALE, biased - SCALE_OFFSET).to(torch.uint8)
+        return decode_blocks(codes, scale, E2M1, dtype)
 
 
 def pack(codes_EOJ: Tensor, scale_EOG: Tensor) -> DeviceWeight:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perilune.ops.moe.triton.plan import row_plan
+from perilune.ops.moe.triton.plan import RowPlan, row_plan
 from perilune.ops.moe.triton.rows import sum_rows
 from perilune.ops.mx import triton_products as products
+from perilune.ops.mx.fake_quant import fake_quantize
 from perilune.ops.mx.pack import DeviceWeight
 from perilune.ops.triton.sizes import blocks
 
@@ -49,7 +50,7 @@ def tiling(slots: int, experts: int) -> Tiling:
 
 def experts(
     z_NL: Tensor, index_NA: Tensor, weight_NA: Tensor, w1: DeviceWeight, w3: DeviceWeight, w2: DeviceWeight, caps: Caps,
-    round_hidden, tiles: Tiling | None = None,
+    hidden_rule: str | None = None, tiles: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
     """sum over a token's experts of p W2 Q(glu(W1 z, W3 z)).
 
@@ -59,31 +60,44 @@ def experts(
         weight_NA: `[N, A]` mixing weights.
         w1, w3, w2: `pack`ed matrices.
         caps: (beta, linear_beta) of SiTU, None = SwiGLU.
-        round_hidden: Q, a function of `[R, F]`, or None.
+        hidden_rule: how scales of the hidden values in MXFP8 are chosen; None = they stay as they are.
         tiles: overrules `tiling`.
 
     Returns:
         `[N, L]` in the tokens' dtype.
     """
-    count = w1.codes.shape[0]
-    tile = tiles or tiling(index_NA.numel(), count)
-    plan = row_plan(index_NA, count, tile.rows)
+    tile = tiles or tiling(index_NA.numel(), len(w1.codes))
+    plan = row_plan(index_NA, len(w1.codes), tile.rows)
+    h_RF = hidden(z_NL, w1, w3, plan, tile, caps)
+    if hidden_rule is not None:
+        h_RF = fake_quantize(h_RF, "mxfp8", hidden_rule)
+    return sum_rows(weighted(h_RF, w2, weight_NA, plan, tile), plan).to(z_NL.dtype)
+
+
+def hidden(z_NL: Tensor, w1: DeviceWeight, w3: DeviceWeight, plan: RowPlan, tile: Tiling, caps: Caps) -> Tensor:
+    """glu(W1 z, W3 z) of each routed row, `[R', F]` in the tokens' dtype."""
     z_NL = z_NL if z_NL.stride(-1) == 1 else z_NL.contiguous()
     h_RF = torch.empty(plan.rows, w1.rows, dtype=z_NL.dtype, device=z_NL.device)
     beta, linear_beta = (caps[0], caps[1] or 0.0) if caps else (0.0, 0.0)
-    where = (plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E, count)
     products.glu_kernel[(len(plan.expert_T) * blocks(w1.rows, tile.hidden),)](
-        z_NL, z_NL.stride(0), w1.codes, w1.scale, w3.codes, w3.scale, h_RF, *where, plan.active, beta, linear_beta,
+        z_NL, z_NL.stride(0), w1.codes, w1.scale, w3.codes, w3.scale, h_RF, *_where(plan), plan.active, beta, linear_beta,
         L=w1.columns, F=w1.rows, STEPS=w1.steps, BO=tile.hidden, BM=tile.rows, GROUP=GROUP, GATE_CAPPED=caps is not None,
         UP_CAPPED=caps is not None and caps[1] is not None, num_warps=tile.hidden_warps, num_stages=tile.hidden_stages,
     )  # fmt: skip
-    if round_hidden is not None:
-        h_RF = round_hidden(h_RF)
-    few = tile.rows <= FEW.rows
-    y_RL = torch.empty(plan.rows, w2.rows, dtype=torch.float32 if few else z_NL.dtype, device=z_NL.device)
+    return h_RF
+
+
+def weighted(h_RF: Tensor, w2: DeviceWeight, weight_NA: Tensor, plan: RowPlan, tile: Tiling) -> Tensor:
+    """p W2 h of each routed row, `[R', L]`; of few rows in float32."""
+    dtype = torch.float32 if tile.rows <= FEW.rows else h_RF.dtype
+    y_RL = torch.empty(plan.rows, w2.rows, dtype=dtype, device=h_RF.device)
     products.down_kernel[(len(plan.expert_T) * blocks(w2.rows, tile.output),)](
-        h_RF, w2.codes, w2.scale, y_RL, weight_NA.to(torch.float32).contiguous(), *where, F=w2.columns, L=w2.rows,
+        h_RF, w2.codes, w2.scale, y_RL, weight_NA.to(torch.float32).contiguous(), *_where(plan), F=w2.columns, L=w2.rows,
         STEPS=w2.steps, BO=tile.output, BM=tile.rows, GROUP=GROUP, num_warps=tile.output_warps,
         num_stages=tile.output_stages,
     )  # fmt: skip
-    return sum_rows(y_RL, plan).to(z_NL.dtype)
+    return y_RL
+
+
+def _where(plan: RowPlan) -> tuple:
+    return plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E, len(plan.count_E)
