@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from perilune.errors import CapacityError
+from perilune.serve.engine import EngineMetrics
 from perilune.serve.request import Delta, FieldError, Timing, Usage
 from perilune.serve.worker import JobStream
 from perilune.tokenizer import ByteTokenizer
@@ -97,8 +98,13 @@ class FakeEngine:
     name = "fake"
     context_length = 100
     tokenizer = ByteTokenizer()
-    ready = True
-    prompt_logprobs = None
+    ready, thinking, takes_images = True, False, False
+    prompt_logprobs: list | None = None
+
+    def metrics(self):
+        return EngineMetrics(
+            **{field.name: {} if field.type.startswith("dict") else 0 for field in fields(EngineMetrics)}
+        )
 
     def __init__(self, pieces=("Hel", "lo", " wörld"), gate: threading.Semaphore | None = None) -> None:
         self.pieces = list(pieces)

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from perilune.errors import PeriluneError
 from perilune.serve.api.access import LOOPBACK, Access
 from perilune.serve.api.chat_protocol import ChatRequest, Message
 from perilune.serve.api.context import Context
@@ -55,6 +56,12 @@ class Prefix(msgspec.Struct, kw_only=True):
     seconds: float = 600.0
 
 
+class Pin(msgspec.Struct):
+    """A pin, by the name that it was given."""
+
+    name: str
+
+
 class Admin:
     """The endpoints.
 
@@ -76,7 +83,7 @@ class Admin:
             "/admin/reset_prefix_cache": (Nothing, self.reset_prefix_cache),
             "/admin/update_weights": (Weights, self.update_weights),
             "/admin/cache/pin": (Prefix, self.pin),
-            "/admin/cache/unpin": (Prefix, self.unpin),
+            "/admin/cache/unpin": (Pin, self.unpin),
             "/admin/cache/explain": (Prefix, self.explain),
         }
         gets: dict[str, Callable[[], Awaitable[Any]]] = {
@@ -110,12 +117,15 @@ class Admin:
 
         return endpoint
 
-    async def _engine(self, name: str, *arguments: Any, **more: Any) -> Any:
-        """Call the engine beside the event loop."""
-        work = getattr(self._context.engine, name, None)
-        if not callable(work):
+    async def _engine(self, name: str, *arguments: Any) -> Any:
+        """Call the engine's administration beside the event loop: it waits for the step that runs."""
+        work = getattr(getattr(self._context.engine, "admin", None), name, None)
+        if work is None:
             raise APIError(400, f"this engine has no {name}", code="unsupported_operation")
-        return await asyncio.to_thread(work, *arguments, **more)
+        try:
+            return await asyncio.to_thread(work, *arguments)
+        except PeriluneError as error:
+            raise APIError(400, str(error)) from None
 
     async def pause(self, asked: Nothing) -> dict[str, Any]:
         """Run no further step; requests wait."""
@@ -156,15 +166,16 @@ class Admin:
         """Keep a prefix, cached or not yet, for some time."""
         if not 0 < asked.seconds <= 86_400:
             raise FieldError(f"seconds={asked.seconds:g} must be a number in (0, 86400]", "seconds")
-        return await self._engine("pin", await self._ids(asked), asked.seconds, salt=asked.cache_salt)
+        return await self._engine("pin", await self._ids(asked), asked.seconds, asked.cache_salt)
 
-    async def unpin(self, asked: Prefix) -> Any:
+    async def unpin(self, asked: Pin) -> Any:
         """Keep it no longer."""
-        return await self._engine("unpin", await self._ids(asked), salt=asked.cache_salt)
+        await self._engine("unpin", asked.name)
+        return {"unpinned": asked.name}
 
     async def explain(self, asked: Prefix) -> Any:
         """Why a prompt hits the cache or misses it."""
-        return await self._engine("explain", await self._ids(asked), salt=asked.cache_salt)
+        return await self._engine("explain", await self._ids(asked), asked.cache_salt)
 
     async def pages(self) -> Any:
         """What every page holds."""
@@ -172,11 +183,11 @@ class Admin:
 
     async def timeline(self) -> Any:
         """Hits and misses of the last requests."""
-        return {"events": await self._engine("cache_events", 0)}
+        return {"events": [_plain(event) for event in await self._engine("cache_events")]}
 
     async def engine(self) -> Any:
         """The engine's counters."""
-        return await self._engine("metrics")
+        return await asyncio.to_thread(self._context.engine.metrics)
 
     async def _ids(self, asked: Prefix) -> list[int]:
         given = [value for value in (asked.prompt, asked.ids, asked.messages) if value is not None]

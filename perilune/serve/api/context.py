@@ -58,12 +58,16 @@ class Context:
         if self.loop is not None:
             await asyncio.to_thread(self.loop.shutdown)
 
-    def check_ready(self) -> None:
-        """APIError 503 if no answer can be given now."""
+    def check_open(self) -> None:
+        """APIError 503 if the server takes no further requests."""
         if self.exchanges.draining:
             raise unavailable("the server is stopping; ask another one", "draining")
-        if not getattr(self.engine, "ready", True):
-            raise unavailable("the engine is starting again after an error; try again soon", "engine_not_ready")
+
+    def check_ready(self) -> None:
+        """APIError 503 if a request would not be answered now: the server stops, or the engine is paused or closed."""
+        self.check_open()
+        if not self.engine.ready:
+            raise unavailable("the engine is paused or closed", "engine_not_ready")
 
     def check_model(self, name: str | None) -> None:
         """APIError 404 if another model is asked for."""
@@ -76,6 +80,7 @@ class Context:
     async def read(self, request: Request, kind: type[T]) -> T:
         """Check who asks, and read the body as `kind`."""
         self.access.check(request)
+        self.check_open()
         return decode(await self.body(request), kind)
 
     async def body(self, request: Request) -> bytes:
@@ -105,7 +110,7 @@ class Context:
         entry = record(request.scope)
         entry |= note
         job = await self.prepare(make)
-        self.check_ready()
+        self.check_open()
         assert self.loop is not None, "the application has not been started"
         stream = self.loop.submit(job)
         return Exchange(self.exchanges, request_id(request.scope), stream, rows, self.limits.request_seconds, entry)

@@ -41,7 +41,6 @@ class Exchange:
         self._began = time.perf_counter()
         self._deadline = None if seconds is None else self._began + seconds
         self._reasons: dict[int, str] = {}
-        self._failure: APIError | None = None
         self._last: float | None = None
         self._open = True
         all.add(self)
@@ -69,8 +68,6 @@ class Exchange:
                     )
                 wait = left if wait is None else min(wait, left)
             deltas = await self._stream.next(wait)
-            if self._failure is not None:
-                raise self._failure
             if deltas is None:
                 return
             if deltas:
@@ -97,10 +94,7 @@ class Exchange:
 
     def fail(self, error: APIError) -> None:
         """End it with an error, from outside; the job is stopped."""
-        if self._failure is None:
-            self._failure = error
-            self._stream.end(error)
-            self._stream.close()
+        self._stream.fail(error)
 
     def close(self) -> None:
         """The end, in any case: a job that has not answered is stopped. Calling it again does nothing."""

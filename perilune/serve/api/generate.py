@@ -93,7 +93,7 @@ class Generate:
     ) -> dict[int, Echo]:
         """Row -> its prompt as text, with log-probabilities if they were asked for."""
         words = self._context.words
-        all_logprobs = getattr(exchange.job, "prompt_logprobs", None)
+        all_logprobs = exchange.job.prompt_logprobs
         echoes = {}
         for number, prompt in enumerate(prompts):
             ids = words.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -104,7 +104,7 @@ class Generate:
 
     def _prompt_logprobs(self, asked: Sampling, exchange: Exchange, rows: int) -> list[dict[str, Any]]:
         """`prompt_logprobs` of every choice, if the request has asked for them."""
-        found = getattr(exchange.job, "prompt_logprobs", None)
+        found = exchange.job.prompt_logprobs
         if asked.prompt_logprobs is None or found is None:
             return [{}] * rows
         return [{"prompt_logprobs": self._context.words.prompt(found[row * len(found) // rows])} for row in range(rows)]

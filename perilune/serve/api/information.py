@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Information:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, in the Prometheus text format; needs no key, as scrapers have none."""
         self._context.access.check_site(request)
-        body, kind = self._context.metrics.text()
+        body, kind = await asyncio.to_thread(self._context.metrics.text)  # it waits for the engine's step
         return Response(body, headers={"Content-Type": kind})
 
     def _card(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Information:
         return {
             "id": engine.name, "object": "model", "created": self._context.created, "owned_by": "perilune",
             "context_length": engine.context_length, "max_model_len": engine.context_length,
-            "thinking": bool(getattr(engine, "thinking", False)), "images": bool(getattr(engine, "takes_images", False)),
+            "thinking": engine.thinking, "images": engine.takes_images,
         }  # fmt: skip
 
     async def models(self, request: Request) -> Response:

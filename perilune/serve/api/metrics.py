@@ -7,7 +7,7 @@ for other servers work; the table `ALIASES` says which.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from perilune.serve.engine import Engine
 from perilune.serve.request import Timing, Usage
 
 PREFIX = "perilune:"
@@ -48,10 +49,10 @@ class Metrics:
 
     Args:
         model: the label `model_name`.
-        engine: its snapshot `metrics()` is read at every scrape, if it has one.
+        engine: its snapshot is read at every scrape.
     """
 
-    def __init__(self, model: str, engine: Any) -> None:
+    def __init__(self, model: str, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._model = model
 
@@ -152,9 +153,9 @@ class _WithAliases(CollectorRegistry):
 
 
 class _EngineCollector(Collector):
-    """The engine's snapshot: a field `x_total` is a counter, another number a gauge, a table a label `kind`."""
+    """The engine's snapshot: a field `x_total` is a counter, another number a gauge, a table has the label `kind`."""
 
-    def __init__(self, model: str, engine: Any) -> None:
+    def __init__(self, model: str, engine: Engine) -> None:
         self._model = model
         self._engine = engine
 
@@ -164,25 +165,29 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Families of the snapshot."""
-        read = getattr(self._engine, "metrics", None)
-        snapshot = read() if callable(read) else None
-        if not is_dataclass(snapshot):
-            return
+        snapshot = self._engine.metrics()
+        usage = snapshot.pages_used / max(1, snapshot.pages_total)
+        yield self._family("kv_cache_usage", {None: usage}, GaugeMetricFamily)
         for field in fields(snapshot):
             value = getattr(snapshot, field.name)
             table = value if isinstance(value, dict) else {None: value}
-            numbers = {key: one for key, one in table.items() if isinstance(one, (int, float))}
-            if not numbers:
-                continue
-            name = field.name.removesuffix("_total")
-            name = {"running": "requests_running", "waiting": "requests_waiting"}.get(name, name)
-            kind = CounterMetricFamily if field.name.endswith("_total") else GaugeMetricFamily
-            labels = ["model_name"] if None in numbers else ["model_name", "kind"]
-            family = kind(PREFIX + "engine_" * (name in _MEASURED) + name, f"Of the engine: {name}.", labels=labels)
-            for key, one in numbers.items():
-                family.add_metric([self._model] if key is None else [self._model, str(key)], one)
-            yield family
+            name = _NAMES.get(field.name, f"engine_{field.name.removesuffix('_total')}")
+            counts = field.name.endswith("_total") and field.name != "pages_total"
+            if table:
+                yield self._family(name, table, CounterMetricFamily if counts else GaugeMetricFamily)
+
+    def _family(self, name: str, table: dict[Any, Any], kind: Any) -> Metric:
+        labels = ["model_name"] if None in table else ["model_name", "kind"]
+        family = kind(PREFIX + name, f"Of the engine: {name.removeprefix('engine_').replace('_', ' ')}.", labels=labels)
+        for key, value in table.items():
+            family.add_metric([self._model] if key is None else [self._model, str(key)], value)
+        return family
 
 
-_MEASURED = ("prompt_tokens", "generation_tokens", "generated_tokens", "cached_tokens")
-"""Fields of the engine that count what this file counts too, from another place."""
+_NAMES = {
+    "running": "requests_running",
+    "waiting": "requests_waiting",
+    "waiting_by_class": "requests_waiting_by_class",
+    "preempted_total": "preempted",
+}
+"""Fields with a name of their own; all others are `engine_…`, which says where they were counted."""
