@@ -116,6 +116,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: drain, or stop at once if it is the second one."""
         if self._context.exchanges.draining or not self.started:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what is cut now has nothing to say
             self.should_exit = self.force_exit = True
             return
         log.info("%s: waiting for %d answers", signal.Signals(sig).name, len(self._context.exchanges))
@@ -295,8 +296,11 @@ def serve(
 
     Raises:
         ConfigError, CapacityError: see `serve_in_thread`.
+        KeyboardInterrupt: a second signal came before everything had ended.
     """
     bound = _bind(engine, endpoint or Endpoint(), limits)
     if on_ready is not None:
         on_ready(bound.url, bound.admin_url)
     bound.run()
+    if bound.server.force_exit:
+        raise KeyboardInterrupt
