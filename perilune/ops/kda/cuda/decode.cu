@@ -6,8 +6,9 @@
 //
 // All that counts is the traffic of the states, so it never stops: a block walks over (sequence, head) pairs with the
 // stride of the grid, and the states of the next two are under way to shared memory while one is computed. A thread
-// copies exactly the pieces that it will use, so their arrival needs no barrier. Both sums over k are taken from the
-// decayed state before the write, since S' q = S q + u (k . q).
+// copies exactly the pieces that it will use, so their arrival needs no barrier. What else the next pair needs is on its
+// way to registers, all of it at once: one after another, these small loads would take longer than the state. Both sums
+// over k are taken from the decayed state before the write, since S' q = S q + u (k . q).
 //
 // Each warp owns V / 8 rows of S; K / 4 lanes share a row, four numbers each. The 2 M sums of a warp's rows are folded
 // over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums.
@@ -52,6 +53,15 @@ DEVICE float decay(float z, float rate, float lower_bound) {
     return z == z ? exp2_fast(-LOG2E * rate * softplus) : z;  // fmaxf drops a NaN
 }
 
+constexpr int EACH = (CHANNELS + THREADS - 1) / THREADS;  // channels of a thread
+
+// What a thread needs of a (sequence, head) besides the state.
+struct Inputs {
+    i64 slot;
+    bf16 newest[EACH], old[EACH][TAPS - 1], z, beta, gate;
+    float taps[EACH][TAPS], bias, A, norm;
+};
+
 // Sums over a row's lanes of COUNT numbers each; the lane's number `lane of the row / SPREAD` comes back in x[0]. A
 // recursion, since of a loop the compiler would keep x in memory.
 template <int HALF, int MASK, int COUNT> DEVICE void fold(float (&x)[COUNT], int lane) {
@@ -89,6 +99,38 @@ KERNEL(THREADS, 1) decode(
         const int row = program / heads;
         return INDEXED ? (i64)index[row] : (i64)row;
     };
+    auto channel_of = [&](int c, int head) -> i64 {  // in qkv, of channel c of q | k | v of a head
+        if (c < 2 * K) return (i64)(c / K * heads + head) * K + c % K;
+        return (i64)2 * heads * K + head * V + (c - 2 * K);
+    };
+    auto gather = [&](int program) -> Inputs {
+        Inputs x;
+        x.slot = -1;
+        if (program >= programs) return x;
+        x.slot = slot_of(program);
+        if (x.slot < 0 || x.slot >= slots) return x;
+        const int row = program / heads, head = program % heads;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int c = thread + e * THREADS;
+            if (c >= CHANNELS) break;
+            const i64 channel = channel_of(c, head);
+            const bf16* seen = window + (x.slot * heads * CHANNELS + channel) * (TAPS - 1);
+            x.newest[e] = qkv[row * qkv_stride + channel];
+#pragma unroll
+            for (int t = 0; t < TAPS - 1; t++) x.old[e][t] = seen[t];
+#pragma unroll
+            for (int t = 0; t < TAPS; t++) x.taps[e][t] = conv_weight[channel * TAPS + t];
+        }
+        const int key = head * K + (thread < K ? thread : 0);
+        x.z = decay_logit[row * decay_stride + key];
+        x.bias = HAS_BIAS ? dt_bias[key] : 0.0f;
+        x.A = HAS_A ? A_log[head] : 0.0f;
+        x.beta = beta_logit[row * beta_stride + head];
+        x.gate = gate[row * gate_stride + head * V + row_of_sum];
+        x.norm = norm_weight[row_of_sum];
+        return x;
+    };
     auto fetch = [&](int program, int stage) {
         if (program < programs) {
             const i64 slot = slot_of(program);
@@ -104,11 +146,14 @@ KERNEL(THREADS, 1) decode(
 
     int program = blockIdx.x, stage = 0;
     fetch(program, 0);
+    Inputs next = gather(program);
     fetch(program + gridDim.x, 1);
     for (; program < programs; program += gridDim.x) {
+        const Inputs now = next;
+        next = gather(program + gridDim.x);
         fetch(program + 2 * gridDim.x, (stage + 2) % STAGES);
         const int row = program / heads, head = program % heads;
-        const i64 slot = slot_of(program);
+        const i64 slot = now.slot;
         bf16* target = out + ((i64)row * heads + head) * V;
         if (slot < 0 || slot >= slots) {  // the same for the whole block
             copy_wait<2>();
@@ -116,31 +161,22 @@ KERNEL(THREADS, 1) decode(
             stage = (stage + 1) % STAGES;
             continue;
         }
-        for (int c = thread; c < CHANNELS; c += THREADS) {
-            const int part = c < K ? 0 : c < 2 * K ? 1 : 2;
-            const i64 channel = part < 2 ? (i64)part * heads * K + head * K + (c - part * K) : (i64)2 * heads * K + head * V + (c - 2 * K);
-            bf16* seen = window + (slot * heads * CHANNELS + channel) * (TAPS - 1);
-            const float* weight = conv_weight + channel * TAPS;
-            const bf16 newest = qkv[row * qkv_stride + channel];
-            float total = weight[TAPS - 1] * to_float(newest);
-            bf16 old[TAPS - 1];
 #pragma unroll
-            for (int t = 0; t < TAPS - 1; t++) old[t] = seen[t];
+        for (int e = 0; e < EACH; e++) {
+            const int c = thread + e * THREADS;
+            if (c >= CHANNELS) break;
+            float total = now.taps[e][TAPS - 1] * to_float(now.newest[e]);
+            bf16* seen = window + (slot * heads * CHANNELS + channel_of(c, head)) * (TAPS - 1);
 #pragma unroll
-            for (int t = 0; t < TAPS - 1; t++) total = fmaf(weight[t], to_float(old[t]), total);
-#pragma unroll
-            for (int t = 0; t < TAPS - 2; t++) seen[t] = old[t + 1];
-            seen[TAPS - 2] = newest;
+            for (int t = 0; t < TAPS - 1; t++) {
+                total = fmaf(now.taps[e][t], to_float(now.old[e][t]), total);
+                seen[t] = t < TAPS - 2 ? now.old[e][t + 1] : now.newest[e];
+            }
             shared.mixed[c] = total * sigmoid(total);
         }
-        if (thread < K) {
-            float z = to_float(decay_logit[row * decay_stride + head * K + thread]);
-            if (HAS_BIAS) z += dt_bias[head * K + thread];
-            shared.alpha[thread] = decay(z, HAS_A ? exp2_fast(LOG2E * A_log[head]) : 1.0f, lower_bound);
-        }
-        const float beta = sigmoid(to_float(beta_logit[row * beta_stride + head]));
-        const float opened = sigmoid(to_float(gate[row * gate_stride + head * V + row_of_sum]));
-        const float weight = norm_weight[row_of_sum];
+        if (thread < K)
+            shared.alpha[thread] = decay(to_float(now.z) + now.bias, HAS_A ? exp2_fast(LOG2E * now.A) : 1.0f, lower_bound);
+        const float beta = sigmoid(to_float(now.beta)), opened = sigmoid(to_float(now.gate)), weight = now.norm;
         sync_threads();
 
         const float4 alpha = ((const float4*)shared.alpha)[across];
