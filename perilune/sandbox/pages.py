@@ -18,15 +18,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.sandbox.protocol import Look, StoreDamaged
-
-if TYPE_CHECKING:
-    from perilune.sandbox.store import Batch
 
 PAGE, NAME = 4096, 16
 MAGIC = b"PERILUNE PAGES 1"
@@ -108,9 +105,9 @@ class Packs:
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def path(self, name: str) -> str:
+    def path(self, name: str) -> Path:
         """Where a pack lies."""
-        return f"{self.blobs}/{name[:2]}/{name[2:]}"
+        return self.blobs / name[:2] / name[2:]
 
     def open(self, name: str) -> tuple[bytes, Pages]:
         """Names (16 bytes each, one after another) and pages of a pack, mapped. Raises StoreDamaged."""
@@ -180,6 +177,14 @@ class Packs:
             yield table.number[chosen], np.zeros((int(chosen.sum()), PAGE), np.uint8)
 
 
+class Keeps(Protocol):
+    """Where packs are written: a store's batch, or a template's folder."""
+
+    def put_named(self, name: str, data: bytes) -> None:
+        """Keep a pack under its name. Raises StoreFull."""
+        ...
+
+
 @dataclass(slots=True)
 class Writer:
     """Stores one memory's pages in a batch; what equals the `last` table's page or is stored already is named, not written.
@@ -191,7 +196,7 @@ class Writer:
     """
 
     packs: Packs
-    batch: Batch
+    batch: Keeps
     last: Table = EMPTY
     permanent: frozenset[str] = frozenset()
     _names: list[str] = field(default_factory=list)

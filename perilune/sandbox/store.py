@@ -108,6 +108,25 @@ class Batch:
         self.new_bytes += len(data)
         self.fresh.append(path)
 
+    def put_file(self, name: str, file: Path) -> None:
+        """Store a file whose name as a blob is known; it must never change. On one file system it is shared, not copied. Raises as `put`."""
+        path = self.store.blob_path(name)
+        if path.exists():
+            return
+        size = file.stat().st_size
+        if self.credit < size:
+            self._borrow(size)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            os.link(file, path)
+        except OSError:  # Another file system, or one without links.
+            return self.put_named(name, file.read_bytes())
+        if self.store.sync == "full":
+            _sync_folder(path)
+        self.credit -= size
+        self.new_bytes += size
+        self.fresh.append(str(path))
+
     def _borrow(self, size: int) -> None:
         """Count bytes against the limit ahead of their use, so that not every blob takes the lock."""
         with contextlib.suppress(StoreFull):

@@ -75,7 +75,7 @@ def spawn(
     Args:
         sandbox: for messages and the process's name.
         accelerator: "tcg" or "kvm".
-        memory: the file that is the guest's memory; written where it boots, else mapped privately.
+        memory: the template's memory, mapped privately; where it boots, the descriptor of an empty file, which is written.
         size: of the memory in bytes.
         boot: image, and a file for the console's text; None = wait for a device state.
         groups: cgroup.procs files that it enters.
@@ -83,7 +83,9 @@ def spawn(
     Raises:
         DriverUnavailable: it does not start; the message holds what it said.
     """
-    backend = f"memory-backend-file,id=ram,size={size},mem-path={_quoted(memory)},share={'on' if boot else 'off'}"
+    shared = isinstance(memory, int)
+    where = f"/proc/self/fd/{FIRST_FD + 2}" if shared else _quoted(memory)
+    backend = f"memory-backend-file,id=ram,size={size},mem-path={where},share={'on' if shared else 'off'}"
     argv = [
         program(), "-name", f"perilune-{sandbox}", "-M", _MACHINE, "-m", f"{size >> 20}M", "-object", backend, "-smp", "1",
         "-accel", f"tcg,thread=single,tb-size={_TRANSLATED_MB}" if accelerator == "tcg" else accelerator,
@@ -105,7 +107,9 @@ def spawn(
     errors = os.memfd_create("qemu")
     started: Started | None = None
     try:
-        started = keeper.start(argv, [its_agent.fileno(), its_control.fileno()], errors, groups)
+        started = keeper.start(
+            argv, [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])], errors, groups
+        )
         its_agent.close()
         its_control.close()
         return Vm(started, Monitor(sandbox, control), agent, errors)

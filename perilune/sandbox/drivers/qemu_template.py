@@ -2,6 +2,7 @@
 
     templates/KEY-ID/ram              the memory, as the machine left it
     templates/KEY-ID/devices          state of processor and devices
+    templates/KEY-ID/packs, table     the same memory as a snapshot store keeps it; stores on this file system share these files
     templates/KEY-ID/template.json    what it was made of; written before the folder gets its name
 
 A snapshot holds what differs from its template, and the template too: where the folder is gone it is made again from the store.
@@ -52,6 +53,7 @@ class Template:
         made_of: mode, QEMU, kernel, image and memory as `name=value` parts.
         size: bytes of memory.
         devices: state to continue from.
+        table: which pages are not zeros.
     """
 
     id: str
@@ -59,6 +61,7 @@ class Template:
     made_of: str
     size: int
     devices: bytes
+    table: Table
 
     @property
     def memory(self) -> Path:
@@ -71,46 +74,44 @@ class Template:
         Raises:
             StoreFull: it does not fit.
         """
-        store = batch.store
-        note = self.folder / f"stored-{hashlib.sha256(str(store.root).encode()).hexdigest()[:16]}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            part = json.loads(note.read_text())
-            if all(store.blob_path(name).exists() for name in (*part["packs"], part["table"], part["devices"])):
-                return part
-        numbers, pages = [], []
-        for number, piece in nonzero_pages(self.memory):
-            numbers.append(number)
-            pages.append(piece)
-        table = Writer(store.packs, batch).write(
-            np.concatenate(numbers), np.concatenate(pages), lambda where, pieces: None, "template"
-        )
-        part = {
-            "id": self.id, "size": self.size, "table": batch.put(table.encode()), "packs": list(table.packs),
+        for name in self.table.packs:
+            batch.put_file(name, Packs(self.folder / "packs").path(name))
+        return {
+            "id": self.id, "size": self.size, "table": batch.put(self.table.encode()), "packs": list(self.table.packs),
             "devices": batch.put(self.devices),
         }  # fmt: skip
-        temporary = note.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(part))
-        os.replace(temporary, note)
-        return part
 
 
-def nonzero_pages(file: Path) -> Iterator[tuple[Numbers, Pages]]:
-    """Pages of a memory file that are not zeros, in pieces, in order."""
+def nonzero_pages(file: Path | int) -> Iterator[tuple[Numbers, Pages]]:
+    """Pages of a memory file, or of its descriptor, that are not zeros: in pieces, in order."""
     step = PACK_PAGES * 16 * PAGE
-    with open(file, "rb") as memory:
-        for start in range(0, os.fstat(memory.fileno()).st_size, step):
-            pages = np.frombuffer(memory.read(step), np.uint8).reshape(-1, PAGE)
+    fd = os.open(file, os.O_RDONLY) if isinstance(file, Path) else os.dup(file)
+    try:
+        for start in range(0, os.fstat(fd).st_size, step):
+            pages = np.frombuffer(os.pread(fd, step, start), np.uint8).reshape(-1, PAGE)
             held = np.flatnonzero(pages.view(np.uint64).any(axis=1))
             if len(held):
                 yield (held + start // PAGE).astype(np.uint32), pages[held]
+    finally:
+        os.close(fd)
 
 
-def _identity(folder: Path) -> str:
-    state = hashlib.sha256((folder / "devices").read_bytes())
-    for number, pages in nonzero_pages(folder / "ram"):
-        state.update(number.tobytes())
-        state.update(pages)
-    return state.hexdigest()[:24]
+def _write_pages(fd: int, number: Numbers, pages: Pages) -> None:
+    first = np.flatnonzero(np.diff(number.astype(np.int64), prepend=-2) != 1)
+    for start, end in zip(first, np.append(first[1:], len(number))):
+        os.pwrite(fd, pages[start:end], int(number[start]) * PAGE)
+
+
+class _Folder:
+    """Takes packs like a store's batch, into a template's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.packs = Packs(folder / "packs")
+
+    def put_named(self, name: str, data: bytes) -> None:
+        path = self.packs.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 def _key(made_of: str) -> str:
@@ -134,11 +135,12 @@ class Templates:
             try:
                 values = json.loads((folder / "template.json").read_text())
                 devices = (folder / "devices").read_bytes()
+                table = Table.decode((folder / "table").read_bytes(), values["packs"])
                 if (folder / "ram").stat().st_size != values["size"]:
                     return None
             except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
                 return None
-            self._known[folder.name] = Template(values["id"], folder, values["made_of"], values["size"], devices)
+            self._known[folder.name] = Template(values["id"], folder, values["made_of"], values["size"], devices, table)
         known = self._known[folder.name]
         return known if known.memory.exists() else None
 
@@ -178,7 +180,7 @@ class Templates:
                     except GuestLost as error:
                         failure = f"{error}; {(folder / 'console').read_text(errors='replace').strip()[-300:]}"
                         continue
-                    return self._adopt(folder, made_of, size)
+                    return self._adopt(folder, made_of, size, _packed(folder))
             raise DriverUnavailable(f"qemu: no guest answered in {len(BOOT_SECONDS)} boots: {failure}")
 
     def boots(self, image: Image, accelerator: str, size: int, seconds: float) -> bool:
@@ -206,11 +208,12 @@ class Templates:
                 table = Table.decode(store.read(part["table"]), part["packs"])
                 with open(folder / "ram", "wb") as memory:
                     memory.truncate(part["size"])
-                    for number, pages in Packs(store.root / "blobs").pieces(table):
-                        for page, content in zip(number.tolist(), pages):
-                            os.pwrite(memory.fileno(), content, page * PAGE)
+                    for number, pages in store.packs.pieces(table):
+                        _write_pages(memory.fileno(), number, pages)
+                for pack in table.packs:
+                    _share(store.blob_path(pack), Packs(folder / "packs").path(pack))
                 (folder / "devices").write_bytes(store.read(part["devices"]))
-                return self._adopt(folder, made_of, part["size"])
+                return self._adopt(folder, made_of, part["size"], table)
 
     @contextlib.contextmanager
     def _building(self) -> Iterator[Path]:
@@ -223,10 +226,21 @@ class Templates:
 
     def _boot(self, folder: Path, image: Image, accelerator: str, size: int, seconds: float) -> None:
         """Boot, warm up, stop; leaves `ram` and `devices`. Raises GuestLost."""
-        (folder / "console").touch()
-        with open(folder / "ram", "wb") as memory:
-            memory.truncate(size)
-        vm = spawn(self.keeper, "template", accelerator, folder / "ram", size, boot=(image, folder / "console"))
+        # In memory until it is done: a boot clears all of its memory, of which most is worth no room on a disk.
+        memory = os.memfd_create("memory")
+        try:
+            os.truncate(memory, size)
+            (folder / "console").touch()
+            self._run_boot(folder, image, accelerator, memory, size, seconds)
+            with open(folder / "ram", "wb") as kept:
+                kept.truncate(size)
+                for number, pages in nonzero_pages(memory):
+                    _write_pages(kept.fileno(), number, pages)
+        finally:
+            os.close(memory)
+
+    def _run_boot(self, folder: Path, image: Image, accelerator: str, memory: int, size: int, seconds: float) -> None:
+        vm = spawn(self.keeper, "template", accelerator, memory, size, boot=(image, folder / "console"))
         channel = Channel("template", vm.agent)
         try:
             channel.hello(uuid.uuid4().hex, os.urandom(64), LIMITS, "template", seconds)
@@ -242,9 +256,11 @@ class Templates:
             channel.close()
             vm.end()
 
-    def _adopt(self, folder: Path, made_of: str, size: int) -> Template:
-        name = _identity(folder)
-        values = {"id": name, "made_of": made_of, "size": size, "created": time.time()}
+    def _adopt(self, folder: Path, made_of: str, size: int, table: Table) -> Template:
+        (folder / "table").write_bytes(table.encode())
+        devices = (folder / "devices").read_bytes()
+        name = hashlib.sha256(table.encode() + " ".join(table.packs).encode() + devices).hexdigest()[:24]
+        values = {"id": name, "made_of": made_of, "size": size, "packs": list(table.packs), "created": time.time()}
         (folder / "template.json").write_text(json.dumps(values))
         wanted = self.folder / f"{_key(made_of)}-{name}"
         with contextlib.suppress(OSError):  # It is there already: the same content.
@@ -252,6 +268,25 @@ class Templates:
         found = self._load(wanted)
         assert found is not None, "a template that was just made can be read"
         return found
+
+
+def _packed(folder: Path) -> Table:
+    """Write a template's packs from its memory."""
+    kept, numbers, pieces = _Folder(folder), [], []
+    for number, pages in nonzero_pages(folder / "ram"):
+        numbers.append(number)
+        pieces.append(pages)
+    return Writer(kept.packs, kept).write(
+        np.concatenate(numbers), np.concatenate(pieces), lambda where, pieces: None, "template"
+    )
+
+
+def _share(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def _run(channel: Channel, argv: list[str]) -> None:
