@@ -1,9 +1,13 @@
-"""Sandboxes for tests: every driver whose probe passes, in a folder of the test's own; skipped with the probe's reason otherwise."""
+"""Sandboxes for tests: the drivers whose probe passes, in a folder of the test's own; skipped with the probe's reason otherwise.
+
+A file is run with every driver, or with those that its `TESTED_DRIVERS` names where it is about something that they share.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,33 +18,47 @@ from perilune.sandbox.drivers import DRIVERS
 SMALL = Limits(memory_bytes=256 << 20, disk_bytes=32 << 20, processes=48, output_bytes=1 << 20, exec_seconds=60)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "driver" in metafunc.fixturenames:
+        names = getattr(metafunc.module, "TESTED_DRIVERS", tuple(DRIVERS))
+        metafunc.parametrize("driver", [name for name in names if name in DRIVERS], indirect=True)
+
+
 @pytest.fixture(scope="session")
-def probes(tmp_path_factory) -> dict[str, Probe]:
-    with Sandboxes(tmp_path_factory.mktemp("probes"), sync="none") as sandboxes:
-        return {name: sandboxes.probe(name) for name in DRIVERS}
+def probe(tmp_path_factory, templates: Path) -> Iterator[Callable[[str], Probe]]:
+    """What a driver's probe finds here; looked at once, and only where a test wants the driver."""
+    with Sandboxes(_home(tmp_path_factory.mktemp("probes"), templates), sync="none") as sandboxes:
+        yield sandboxes.probe
 
 
-@pytest.fixture(params=list(DRIVERS))
-def driver(request, probes) -> str:
-    probe = probes[request.param]
+@pytest.fixture
+def driver(request, probe) -> str:
+    found = probe(request.param)
     # A kernel that refuses a namespace or a mount is a reason; a program that ran and found something wrong is a fault.
-    assert probe.passed or "a program in the sandbox ended with" not in probe.reason, probe.reason
-    if not probe.passed:
-        pytest.skip(f"driver {probe.driver}: {probe.reason}")
-    return probe.driver
+    assert found.passed or "a program in the sandbox ended with" not in found.reason, found.reason
+    if not found.passed:
+        pytest.skip(f"driver {found.driver}: {found.reason}")
+    return found.driver
 
 
 @pytest.fixture(scope="session")
 def templates(tmp_path_factory) -> Path:
+    """What drivers build once; with the machines' templates it is what a session boots."""
     return tmp_path_factory.mktemp("templates")
+
+
+def _home(folder: Path, templates: Path) -> Path:
+    for name in ("proc", "qemu"):
+        (folder / name).mkdir(parents=True)
+        (templates / name).mkdir(exist_ok=True)
+        (folder / name / "templates").symlink_to(templates / name)
+    return folder
 
 
 @pytest.fixture
 def home(tmp_path: Path, templates: Path) -> Path:
     """A folder for sandboxes; the templates in it are built once for all tests."""
-    (tmp_path / "home/proc").mkdir(parents=True)
-    (tmp_path / "home/proc/templates").symlink_to(templates)
-    return tmp_path / "home"
+    return _home(tmp_path / "home", templates)
 
 
 @pytest.fixture
@@ -50,17 +68,24 @@ def sandboxes(driver, home: Path) -> Iterator[Sandboxes]:
 
 
 @pytest.fixture
-def box(sandboxes: Sandboxes, driver: str) -> Sandbox:
-    return sandboxes.create(Spec(limits=SMALL), driver=driver)
+def spec(driver: str) -> Spec:
+    """A small sandbox; a machine has the default memory, so that it starts from the template that its probe has booted."""
+    return Spec(limits=replace(SMALL, memory_bytes=Limits().memory_bytes) if driver == "qemu" else SMALL)
 
 
 @pytest.fixture
-def python_box(sandboxes: Sandboxes, driver: str) -> Sandbox:
-    """A sandbox that also shows this interpreter's folder."""
-    return sandboxes.create(Spec(limits=SMALL, trees=(sys.base_prefix,)), driver=driver)
+def box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
+    return sandboxes.create(spec, driver=driver)
 
 
 @pytest.fixture
-def python() -> str:
-    """This interpreter as a guest with `python_box`'s tree finds it."""
-    return f"{Path(sys.base_prefix).resolve()}/bin/python3"
+def python_box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
+    """A sandbox with a Python: this interpreter's folder, or the distribution's in a machine's image."""
+    inside = {"template": "python"} if driver == "qemu" else {"trees": (sys.base_prefix,)}
+    return sandboxes.create(replace(spec, **inside), driver=driver)
+
+
+@pytest.fixture
+def python(driver: str) -> str:
+    """The interpreter as a guest of `python_box` finds it."""
+    return "python3" if driver == "qemu" else f"{Path(sys.base_prefix).resolve()}/bin/python3"

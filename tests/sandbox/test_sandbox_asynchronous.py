@@ -9,6 +9,8 @@ import pytest
 from perilune.sandbox import AsyncSandboxes, Limits, Spec, State
 from perilune.sandbox.protocol import GuestFileError
 
+TESTED_DRIVERS = ("proc",)
+
 SPEC = Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20))
 DEADLINE = 60.0
 

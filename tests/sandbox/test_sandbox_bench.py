@@ -12,6 +12,8 @@ import pytest
 from perilune.bench import sandbox as bench
 from perilune.errors import ConfigError
 
+TESTED_DRIVERS = ("proc",)
+
 
 def test_rows_of_a_driver_at_both_places(driver, tmp_path):
     if driver not in ("proc", "docker"):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+TESTED_DRIVERS = ("proc",)
+
 pytestmark = pytest.mark.usefixtures("driver")
 
 

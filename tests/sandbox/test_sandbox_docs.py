@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+TESTED_DRIVERS = ("proc",)
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/sandbox.md"
 
 

@@ -15,6 +15,8 @@ from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.guest import seccomp
 from perilune.sandbox.protocol import CHANGES
 
+TESTED_DRIVERS = ("proc",)
+
 TIGHT = Limits(
     memory_bytes=96 << 20,
     disk_bytes=16 << 20,

@@ -25,6 +25,8 @@ from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec, State
 from perilune.sandbox.protocol import TRANSITIONS, TransitionError
 
+TESTED_DRIVERS = ("proc",)
+
 SMALL = Limits(memory_bytes=64 << 20, disk_bytes=8 << 20, processes=16)
 
 

@@ -13,6 +13,8 @@ from perilune.sandbox import TrajectoryLog
 from perilune.sandbox.manifest import Versions, hash_events, hash_tokens
 from perilune.sandbox.protocol import Mismatch, StoreDamaged
 
+TESTED_DRIVERS = ("proc",)
+
 VERSIONS = Versions(weights="w7", quantisation="mxfp4-1", template="t1", harness="h1")
 
 

@@ -19,6 +19,8 @@ from perilune.sandbox.memory import Memory, measured
 from perilune.sandbox.pool import Pool, PoolLimits, Warm
 from perilune.sandbox.protocol import GuestLost, TransitionError
 
+TESTED_DRIVERS = ("proc",)
+
 SPEC = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32))
 QUIET = {"tick_seconds": 3600.0}
 """The reaper looks only when a test tells it to."""

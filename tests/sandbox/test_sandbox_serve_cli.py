@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("starlette", reason="the extra 'serve' is not installed")
+
+TESTED_DRIVERS = ("proc",)
 KEY = "a-key-of-this-test"
 
 

@@ -29,6 +29,8 @@ from perilune.sandbox.protocol import (
 from perilune.sandbox.wire_errors import field_of, name_of, rebuilt
 
 api = pytest.importorskip("perilune.sandbox.api", reason="the extra 'serve' is not installed")
+
+TESTED_DRIVERS = ("proc",)
 SPEC = Spec(
     limits=Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32, output_bytes=1 << 20, exec_seconds=60)
 )

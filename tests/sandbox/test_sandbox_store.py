@@ -17,6 +17,8 @@ from perilune.sandbox.guest import layer, linux
 from perilune.sandbox.protocol import StoreDamaged, StoreFull
 from perilune.sandbox.store import SMALL, SYNCS, Snapshot, Store
 
+TESTED_DRIVERS = ("proc",)
+
 
 def publish(store: Store, *contents: bytes, name: str | None = None) -> Snapshot:
     """A snapshot with one file for each content."""
