@@ -23,15 +23,12 @@ from perilune.bench.harness import Case, Row, peak_bytes, run_suite
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda
 
-TWO = {"THREE_STEP_BACKWARD": True}
 VERSIONS: dict[str, dict[str, Any]] = {  # settings of ops/kda/triton/configs.py to choose between: docs/kernels-log.md
-    "version 1": {"THREE_STEP_BACKWARD": False},
-    "version 2": TWO,
-    "version 2, more registers": TWO | {"GRADIENTS": {"num_warps": 8}},
-    "version 2, 16 warps": TWO | {"PRODUCTS": {"num_warps": 16}},
-    "version 2, wide summaries": TWO | {"SUMMARY": {"num_warps": 8, "num_stages": 3}, "SUMMARY_BLOCK": 128},
-    "version 2, larger slabs": TWO | {"SLAB": 4096},
-    "version 2, smaller slabs": TWO | {"SLAB": 264},
+    "as they are": {},
+    "wide summaries": {"SUMMARY": {"num_warps": 8, "num_stages": 3}, "SUMMARY_BLOCK": 128},
+    "backward scan in 3 stages": {
+        "SCAN_BACKWARD": ({"num_warps": 4, "num_stages": 2}, {"num_warps": 8, "num_stages": 3})
+    },
 }
 DIM = 128
 L2_BYTES = 60e6

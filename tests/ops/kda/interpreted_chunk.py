@@ -24,10 +24,8 @@ def _triton() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["", "version_2"])
-def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the backward pass's parallel stage; see docs/kernels-log.md."""
-    monkeypatch.setattr(configs, "THREE_STEP_BACKWARD", request.param)
+@pytest.fixture(autouse=True)
+def _slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "SLAB", 3)
 
 
@@ -45,12 +43,27 @@ def transposed_state(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return inputs | {"initial_state": inputs["initial_state"].transpose(-1, -2).contiguous()}
 
 
-def test_gradients_of_the_bounded_gate(versions: None) -> None:
+def test_gradients_of_the_bounded_gate() -> None:
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **BOUNDED), reference(inputs, **BOUNDED), 1e-4)
 
 
-def test_gradients_with_two_value_heads_a_key_head_and_two_rows(versions: None) -> None:
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_gradients_of_any_size_keep_their_precision(size: float) -> None:
+    """Beside a gate that stays open, cotangents of a loss averaged over many tokens met factors that they did not survive."""
+    inputs = raw_inputs(1, 64, 1, 1, 16, 16)
+    inputs["g"][:] = -15.0
+
+    def gradients(size: float) -> list[Tensor]:
+        leaves = [x.float().requires_grad_() for x in inputs.values()]
+        o, _ = chunk_kda(**dict(zip(inputs, leaves)), **BOUNDED)
+        return torch.autograd.grad(o, leaves, size * torch.ones_like(o))
+
+    for name, got, expected in zip(inputs, gradients(size), gradients(1.0)):
+        assert relative_error(got.double() / size, expected.double()) < 1e-4, name
+
+
+def test_gradients_with_two_value_heads_a_key_head_and_two_rows() -> None:
     inputs = transposed_state(raw_inputs(2, 17, 1, 2, 32, 64))
     options = BOUNDED | {"state_v_first": True, "scale": 0.3}
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **options), reference(inputs, **options), 1e-4)
@@ -64,7 +77,7 @@ def test_gradients_of_the_softplus_gate() -> None:
     assert_close(got, reference(inputs, **IN_KERNEL), 1e-4)
 
 
-def test_gradients_of_values_taken_as_they_are(versions: None) -> None:
+def test_gradients_of_values_taken_as_they_are() -> None:
     """No gate, no norm, no sigmoid in the kernel; a write strength of 0 still has a gradient."""
     inputs = raw_inputs(1, 40, 1, 1, 32, 16)
     del inputs["A_log"], inputs["dt_bias"]
@@ -101,7 +114,7 @@ def test_t04_composition_of_many_segments_keeps_float32(segments: None) -> None:
     assert relative_error(o, truth) < 4e-6 and relative_error(final, state) < 4e-6
 
 
-def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
+def test_t01_later_tokens_do_not_move_earlier_ones() -> None:
     first = {n: x.float() for n, x in raw_inputs(1, 130, 1, 1, 32, 16).items()}
     second = {n: x.clone() for n, x in first.items()}
     for name in ("q", "k", "v", "g", "beta"):
@@ -116,7 +129,7 @@ def test_t01_later_tokens_do_not_move_earlier_ones(versions: None) -> None:
 
 
 @pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_with_slow_decay(doubled: bool, versions: None) -> None:
+def test_t02_one_key_repeated_with_slow_decay(doubled: bool) -> None:
     inputs = raw_inputs(1, 192, 1, 1, 32, 16)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
@@ -130,7 +143,7 @@ def test_t02_one_key_repeated_with_slow_decay(doubled: bool, versions: None) -> 
 
 
 @pytest.mark.parametrize("logit", [-40.0, 40.0])
-def test_gates_at_either_end(logit: float, versions: None) -> None:
+def test_gates_at_either_end(logit: float) -> None:
     """Decays of e^-5 in every channel use the whole range of the shifted factors; decays of 1 the other end of it."""
     inputs = raw_inputs(1, 70, 1, 1, 32, 16)
     inputs["g"][:] = logit
@@ -174,7 +187,7 @@ def test_one_decay_a_head_spread_over_the_channels() -> None:
     assert torch.equal(o, chunk_kda(**inputs | {"g": spread.contiguous()}, **BOUNDED)[0])
 
 
-def test_every_element_of_the_buffers_is_written(poisoned_memory: None, versions: None) -> None:
+def test_every_element_of_the_buffers_is_written(poisoned_memory: None) -> None:
     inputs = raw_inputs(1, 70, 1, 1, 32, 16, sequences=2)
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 67, 70])}
     got = outputs_and_gradients(chunk_kda, inputs, torch.float32, **options)
@@ -185,7 +198,7 @@ def test_every_element_of_the_buffers_is_written(poisoned_memory: None, versions
 
 @pytest.mark.parametrize("poisoned", ["q", "k", "v", "g", "beta"])
 @pytest.mark.parametrize("bounded", [True, False])
-def test_nan_reaches_the_outputs_and_stays_in_its_sequence(poisoned: str, bounded: bool, versions: None) -> None:
+def test_nan_reaches_the_outputs_and_stays_in_its_sequence(poisoned: str, bounded: bool) -> None:
     inputs = {n: x.float() for n, x in raw_inputs(1, 24, 1, 1, 32, 16, sequences=2).items()}
     inputs[poisoned][:, 5] = float("nan")
     options = (BOUNDED if bounded else IN_KERNEL) | {

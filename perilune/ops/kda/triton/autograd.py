@@ -155,12 +155,11 @@ def _parallel(
     flags = {"L2": s.l2_norm, "GATE": s.gate, "HAS_A": A_log is not None, "HAS_BIAS": dt_bias is not None}
     gate, numbers = (q, k, g, A_log, dt_bias), (s.scale, s.lower_bound, -0.5 * s.lower_bound)
     strides, group = (*q.stride()[:2], *k.stride()[:2], *g.stride()[:2]), heads // q.shape[1]
-    if not (s.bounded and configs.THREE_STEP_BACKWARD):
+    if not s.bounded:
         backward_kernel[(programs,)](
             q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
-            *numbers, s.beta_scale, *strides, *beta.stride(), *do.stride()[:2], heads, group,
-            K=key_dim, V=value_dim, **flags, SIGMOID=s.beta_sigmoid, BOUNDED=s.bounded, BLOCK_K=min(32, key_dim // 2),
-            **configs.BACKWARD,
+            s.scale, s.lower_bound, s.beta_scale, *strides, *beta.stride(), *do.stride()[:2], heads, group,
+            K=key_dim, V=value_dim, **flags, SIGMOID=s.beta_sigmoid, BLOCK_K=min(32, key_dim // 2), **configs.BACKWARD,
         )  # fmt: skip
         return
     slab = min(programs, configs.SLAB)
@@ -168,10 +167,11 @@ def _parallel(
     pieces = torch.empty(slab, 7, CHUNK, key_dim, dtype=U.dtype, device=U.device)
     through = torch.empty(programs, key_dim, dtype=torch.float32, device=U.device)
     diagonal = torch.empty(programs, CHUNK, dtype=torch.float32, device=U.device)
+    unit = _unit(do, E)
     for base in range(0, programs, slab):
         grid = (min(slab, programs - base),)
         pairs_kernel[grid](
-            beta, do, U, E, p.chunks, pairs, diagonal, dbeta,
+            beta, do, U, E, p.chunks, unit, pairs, diagonal, dbeta,
             base, numbers[2], s.beta_scale, *beta.stride(), *do.stride()[:2], heads,
             V=value_dim, SIGMOID=s.beta_sigmoid, **configs.PAIRS,
         )  # fmt: skip
@@ -180,6 +180,13 @@ def _parallel(
             base, *numbers, *strides, *do.stride()[:2], heads, group, K=key_dim, V=value_dim, **flags, **configs.PRODUCTS,
         )  # fmt: skip
         gradients_kernel[grid](
-            *gate, p.chunks, pieces, through, diagonal, dq, dk, dz, dA, bias,
+            *gate, p.chunks, unit, pieces, through, diagonal, dq, dk, dz, dA, bias,
             base, *numbers, *strides, heads, group, K=key_dim, **flags, **configs.GRADIENTS,
         )  # fmt: skip
+
+
+def _unit(*cotangents: Tensor) -> Tensor:
+    """The power of two that brings the largest of these numbers near 1; 1 if that is 0, infinite or NaN. `[]` float32."""
+    top = torch.stack([torch.linalg.vector_norm(x, float("inf")).float() for x in cotangents]).amax()
+    unit = torch.exp2(-torch.frexp(top).exponent.float().clamp(-120, 120))
+    return torch.where((top > 0) & torch.isfinite(top), unit, 1.0)

@@ -1,4 +1,5 @@
-"""The parallel part of the backward pass: every gradient of a chunk, once the serial part has left E and dS.
+"""The parallel part of the backward pass for the softplus gate: every gradient of a chunk, once the serial part has left E
+and dS. `backward_fast` is the same for the bounded gate, ops/kda/cuda/backward.cu too.
 
 With dP = tril(dO U^T) and beta dL = -tril(E U^T, -1), both through the factors that `prepare` used (kernels §2.4):
 
@@ -47,9 +48,9 @@ def inverse_norm(x_CK):
 @triton.jit
 def channels_backward(
     q, k, g, a_log, dt_bias, S, dS, do_CV, e_CV, u_CV, dp, dl, q_rstd, k_rstd, start, count, head,
-    scale, lower_bound, shift, q_token, k_token, g_token,
+    scale, lower_bound, q_token, k_token, g_token,
     K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """D key channels of a chunk; all pointers stand at the first of them. Channels meet in dp and dl only.
 
@@ -81,38 +82,17 @@ def channels_backward(
     d_key = dot(u_CV, ds_VK) * (to_tile_end * leave)  # of k where it writes: for later chunks, then for its own
     whole += tl.sum(d_key * k_CK, axis=0)
 
-    if BOUNDED:
-        steps = shift * ((r % HALF) + 1)[:, None].to(tl.float32)
-        up, down = exp(running + steps), exp(-(running + steps))
-        inside = (row // HALF == column // HALF) & (row > column)
-        unshift = exp(tl.minimum(shift * (column - row).to(tl.float32), 0.0))
-        dp_T = tl.where(inside, dp * unshift, 0.0).to(T)
-        dl_T = tl.where(inside, dl * unshift, 0.0).to(T)
-        keys = (k_CK * down).to(T)
-        d_q += dot(dp_T, keys) * up
-        d_query += dot(dl_T, keys) * up
-        queries, corrections = (q_CK * (scale * up)).to(T), (k_CK * up).to(T)
-        d_key += dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries)) * down
-        outside = (row // HALF) > (column // HALF)
-        dp_T = tl.where(outside, dp, 0.0).to(T)
-        dl_T = tl.where(outside, dl, 0.0).to(T)
-        keys = (k_CK * to_tile_end).to(T)
-        d_q += dot(dp_T, keys) * from_tile
-        d_query += dot(dl_T, keys) * from_tile
-        queries, corrections = (q_CK * (scale * from_tile)).to(T), (k_CK * from_tile).to(T)
-        d_key += dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries)) * to_tile_end
-    else:
-        G = running + tl.where(is_lower, first[None, :], 0.0)
-        for level in tl.static_range(6):
-            q_factor, k_factor = level_factors(G, 1 << level, D)
-            mask = level_mask(row, column, 1 << level)
-            dp_T = tl.where(mask, dp, 0.0).to(T)
-            dl_T = tl.where(mask, dl, 0.0).to(T)
-            keys = (k_CK * k_factor).to(T)
-            d_q += dot(dp_T, keys) * q_factor
-            d_query += dot(dl_T, keys) * q_factor
-            queries, corrections = (q_CK * (scale * q_factor)).to(T), (k_CK * q_factor).to(T)
-            d_key += dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries)) * k_factor
+    G = running + tl.where(is_lower, first[None, :], 0.0)
+    for level in tl.static_range(6):
+        q_factor, k_factor = level_factors(G, 1 << level, D)
+        mask = level_mask(row, column, 1 << level)
+        dp_T = tl.where(mask, dp, 0.0).to(T)
+        dl_T = tl.where(mask, dl, 0.0).to(T)
+        keys = (k_CK * k_factor).to(T)
+        d_q += dot(dp_T, keys) * q_factor
+        d_query += dot(dl_T, keys) * q_factor
+        queries, corrections = (q_CK * (scale * q_factor)).to(T), (k_CK * q_factor).to(T)
+        d_key += dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries)) * k_factor
     d_q *= scale
     d_decay = tl.cumsum(q_CK * d_q + k_CK * (d_query - d_key), axis=0, reverse=True) + whole[None, :]
     d_decay = tl.where((g_CK <= CLOSED) | (r >= count)[:, None], 0.0, d_decay)
@@ -157,11 +137,11 @@ def store_decay(
 def backward_kernel(
     q, k, g, beta, a_log, dt_bias, do, U, S, E, dS, chunks,
     dq, dk, dz, dbeta, dA_part, dbias_part,
-    scale, lower_bound, shift, beta_scale,
+    scale, lower_bound, beta_scale,
     q_token, q_head, k_token, k_head, g_token, g_head, beta_token, beta_head, do_token, do_head,
     heads, group,
     K: tl.constexpr, V: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and head. dq, dk, dz `[tokens, heads, K]` and dbeta `[tokens, heads]` are contiguous.
 
@@ -212,7 +192,7 @@ def backward_kernel(
         d_q, d_k, d_decay, q_CK, k_CK = channels_backward(
             q + at, k + at, g + at, a_log, dt_bias + head * K + at if HAS_BIAS else dt_bias, S + at, dS + at,
             do_CV, e_CV, u_CV, dp, dl, q_rstd, k_rstd, start, count, head,
-            scale, lower_bound, shift, q_token, k_token, g_token, K, D, V, L2, GATE, HAS_A, HAS_BIAS, BOUNDED,
+            scale, lower_bound, q_token, k_token, g_token, K, D, V, L2, GATE, HAS_A, HAS_BIAS,
         )  # fmt: skip
         d_q += diagonal * k_CK
         d_k += diagonal * q_CK

@@ -1,8 +1,9 @@
 """`backward` for the bounded gate in three kernels; the formulas are there.
 
-`pairs_kernel` does what needs no key channels, `products_kernel` the other matrix products. What they give lies in registers as the tensor cores leave it, and bringing a
-factor of the decay to that order costs more than the product: so each gradient leaves as two pieces in the operands' type,
-one for each factor, and `gradients_kernel` multiplies, adds, and goes through gate and norm in the order of memory.
+`pairs_kernel` does what needs no key channels, `products_kernel` the other matrix products. What they give lies
+in registers as the tensor cores leave it, and bringing a factor of the decay to that order costs more than the product: so
+each gradient leaves as two pieces in the operands' type, one for each factor, and `gradients_kernel` multiplies, adds, and
+goes through gate and norm in the order of memory.
 
     d_q     = up N_q + from F_q        N_q = dP k/up,                     F_q = dP (k to) + enter dO S^T
     d_query = up N_k + from F_k        N_k = beta dL k/up,                F_k = beta dL (k to) - enter E S^T
@@ -11,6 +12,10 @@ one for each factor, and `gradients_kernel` multiplies, adds, and goes through g
 N and W within tiles of 32 rows, Z and half of F between the two tiles, the rest with the other chunks. The decay's gradient
 takes sums of R k over all rows and over the later ones, whose difference must vanish: R is a piece of its own. up = 2^(running sum +
 shift), from = 2^(running sum), to = 2^(to the tile's end); enter and leave: from the chunk's start, to its end.
+
+up reaches 2^+-115, so N and W hold numbers of about 1 only; gradients of a loss averaged over many tokens are far smaller
+and would vanish beside a gate that stays open. So dP and beta dL within tiles are multiplied by `unit`, the power of two that
+brings the largest cotangent near 1, and N and W are divided by it after `up`.
 """
 
 from __future__ import annotations
@@ -50,14 +55,14 @@ def operand(x, D: tl.constexpr, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["base"])
 def pairs_kernel(
-    beta, do, U, E, chunks, pairs, diagonal, dbeta,
+    beta, do, U, E, chunks, unit, pairs, diagonal, dbeta,
     base, shift, beta_scale, beta_token, beta_head, do_token, do_head, heads,
     V: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """What needs no key channels; one program a chunk and head, `base` of which belong to earlier launches.
 
     pairs: `[programs, 2, 64, 64]` in the operands' type, dP and beta dL below the diagonal, within tiles of 32 rows
-    times 2^(-shift) a row between; diagonal: float32 `[chunks, heads, 64]`, that of dP; dbeta `[tokens, heads]`.
+    times `unit` and 2^(-shift) a row between; unit: float32, one number; diagonal: float32 `[chunks, heads, 64]`, that of dP; dbeta `[tokens, heads]`.
     """
     local = tl.program_id(0).to(tl.int64)
     program = local + base
@@ -73,10 +78,12 @@ def pairs_kernel(
     eu = dot(load_operand(E + head * V, start, count, heads * V, V, T), u_VC)
     same = row // HALF == column // HALF
     factor = tl.where(same, exp2((shift * LOG2E) * tl.minimum(column - row, 0).to(tl.float32)), 1.0)
+    small = tl.load(unit)
     factor = tl.where(row > column, factor, 0.0)
     square = pairs + local * (2 * CHUNK * CHUNK) + row * CHUNK + column
-    tl.store(square, (dp * factor).to(T))
-    tl.store(square + CHUNK * CHUNK, (eu * -factor).to(T))
+    # the unit first: dp * factor may lie below what a float holds
+    tl.store(square, (tl.where(same, dp * small, dp) * factor).to(T))
+    tl.store(square + CHUNK * CHUNK, (tl.where(same, eu * small, eu) * -factor).to(T))
     tl.store(diagonal + program * CHUNK + r, tl.sum(tl.where(row == column, dp, 0.0), axis=1))
     d_beta = tl.sum(tl.where(row == column, eu, 0.0), axis=1)
     beta_C = load_beta(beta + head * beta_head, start, count, beta_token, beta_scale, CHUNK, SIGMOID)
@@ -171,7 +178,7 @@ def load_piece(pieces, INDEX: tl.constexpr, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["base"])
 def gradients_kernel(
-    q, k, g, a_log, dt_bias, chunks, pieces, through, diagonal,
+    q, k, g, a_log, dt_bias, chunks, unit, pieces, through, diagonal,
     dq, dk, dz, dA_part, dbias_part,
     base, scale, lower_bound, shift,
     q_token, q_head, k_token, k_head, g_token, g_head,
@@ -179,6 +186,7 @@ def gradients_kernel(
     K: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and head; outputs as in `backward_kernel`."""
+    large = 1.0 / tl.load(unit)
     local = tl.program_id(0).to(tl.int64)
     program = local + base
     chunk = program // heads
@@ -208,20 +216,20 @@ def gradients_kernel(
         q_unit *= q_rstd
     p_diagonal = scale * tl.load(diagonal + program * CHUNK + row_of())[:, :, None]
 
-    d_q = (load_piece(pieces, 0, K) * up + load_piece(pieces, 1, K) * (up * unstep)) * scale
+    d_q = (load_piece(pieces, 0, K) * up * large + load_piece(pieces, 1, K) * (up * unstep)) * scale
     d_G = q_unit * d_q
     d_q += p_diagonal * k_unit
     if L2:
         d_q = (d_q - q_unit * tl.sum(d_q * q_unit, axis=2)[:, :, None]) * q_rstd
     tl.store(dq + out, d_q.to(dq.dtype.element_ty), mask=there)
 
-    d_k = load_piece(pieces, 2, K) * up + load_piece(pieces, 3, K) * (up * unstep)
+    d_k = load_piece(pieces, 2, K) * up * large + load_piece(pieces, 3, K) * (up * unstep)
     d_G += k_unit * d_k
     to_end = exp2(tl.where(r >= HALF, last[None, None, :], first[None, None, :]) - running)
     tail = load_piece(pieces, 6, K) * (to_end * tl.where(r >= HALF, 1.0, exp2(last)[None, None, :]))
     whole = tl.load(through + program * K + channel) + tl.sum(tl.sum(tail * k_unit, axis=1), axis=0)
     between = tl.load(pieces + 5 * CHUNK * K + r * K + channel[None, None, :], mask=r < HALF, other=0.0).to(tl.float32)
-    d_key = load_piece(pieces, 4, K) * reciprocal(up) + tail + between * to_end
+    d_key = load_piece(pieces, 4, K) * reciprocal(up) * large + tail + between * to_end
     d_G -= k_unit * d_key
     d_k += d_key + p_diagonal * q_unit
     if L2:

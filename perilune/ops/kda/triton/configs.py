@@ -16,11 +16,9 @@ PREPARE = launch(8)
 SCAN = (launch(4, 2), launch(8, 3))  # up to 64 value channels a program, more
 SCAN_BACKWARD = (launch(4, 2), launch(8, 2))
 BACKWARD = launch(8)
-# No GPU has run the parallel part of the backward pass in three steps yet: docs/kernels-log.md, version 2.
-THREE_STEP_BACKWARD = False
 PAIRS = launch(8)
 PRODUCTS = launch(8)
-GRADIENTS = launch(16, maxnreg=128)
+GRADIENTS = launch(8)
 SLAB = (
     1024  # programs of the three steps between whose launches the pieces (112 kB a program at K = 128) are handed over
 )
