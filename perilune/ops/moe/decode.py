@@ -3,6 +3,8 @@
 A decode step's time is that of reading weights: each chosen expert's matrices are read once, for all tokens that chose
 it. `moe_decode` also routes, so that a step costs one call; `mlp_decode` is a gated MLP as the one expert that every token
 visits. A token's result does not depend on which other tokens share the call.
+
+Implementations: "native" (C, on the CPU), "triton" (CUDA), "torch" (router and experts as for many tokens).
 """
 
 from __future__ import annotations
@@ -13,14 +15,20 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
+from perilune.ops.triton import available
 
 MAX_TOKENS = 8  # beyond this a matrix product by BLAS is faster
+MAX_MLP_TOKENS = 4  # of a gated MLP on a GPU: each token reads the matrices again, if only from the L2 cache
 
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
-    """Return whether `moe_decode` runs its C kernel ("native") or router and experts separately ("torch"), and why."""
+    """Return whether `moe_decode` runs kernels for a few tokens or router and experts as for many ("torch"), and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if (choice := available.choose(z_NL)) is not None:
+        if choice.implementation == "triton" and w1_EFL.dtype not in available.DTYPES:
+            return Choice("torch", f"plain torch: the kernels do not read weights in {str(w1_EFL.dtype)[6:]}")
+        return choice
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
     return Choice("torch", reason) if reason else Choice("native", "one C call for router and experts")
 
@@ -72,8 +80,10 @@ def moe_decode(
         raise ConfigError(
             f"{k} active experts of {logits_NE.shape[1]}; allowed: 1 to {logits_NE.shape[1] - 1}; lower top-k"
         )
-    if select(z_NL, w1_EFL).implementation == "native" and z_NL.shape[0] <= MAX_TOKENS:
-        caps = (float(beta), linear_beta) if activation == "situ" else None
+    few = z_NL.shape[0] <= MAX_TOKENS
+    implementation = select(z_NL, w1_EFL).implementation
+    caps = (float(beta), linear_beta) if activation == "situ" else None
+    if implementation == "native" and few:
         return native.moe_decode(
             logits_NE, bias_E, z_NL, w1_EFL, w3_EFL, w2_ELF, k, caps, renormalize, scaling_factor
         )  # fmt: skip
@@ -82,6 +92,10 @@ def moe_decode(
 
     with torch.no_grad():
         routing = route(logits_NE, bias_E, k, renormalize=renormalize, scaling_factor=scaling_factor)
+        if implementation == "triton" and few:
+            from perilune.ops.moe import triton_decode
+
+            return triton_decode.experts(z_NL, routing.index_NA, routing.weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
         return routed_experts(
             z_NL,
             routing.index_NA,
@@ -105,12 +119,17 @@ def mlp_decode(
     beta: float = 4.0,
     linear_beta: float | None = 25.0,
 ) -> Tensor | None:
-    """W_down · act(W_gate x, W_up x) of at most `MAX_TOKENS` tokens in one C call, without gradients.
+    """W_down · act(W_gate x, W_up x) of a few tokens by the kernels of this file, without gradients.
 
     Returns:
-        `[N, D]` in the tokens' dtype, or None where `select` finds no C kernel for these operands.
+        `[N, D]` in the tokens' dtype, or None where `select` finds no kernel or there are too many tokens for it.
     """
-    if x_ND.shape[0] > MAX_TOKENS or select(x_ND, gate_FD).implementation != "native":
-        return None
+    implementation = select(x_ND, gate_FD).implementation
     caps = (float(beta), linear_beta) if activation == "situ" else None
-    return native.mlp_decode(x_ND, gate_FD, up_FD, down_DF, caps)
+    if implementation == "native" and x_ND.shape[0] <= MAX_TOKENS:
+        return native.mlp_decode(x_ND, gate_FD, up_FD, down_DF, caps)
+    if implementation == "triton" and x_ND.shape[0] <= MAX_MLP_TOKENS:
+        from perilune.ops.moe import triton_decode
+
+        return triton_decode.experts(x_ND, None, None, gate_FD[None], up_FD[None], down_DF[None], caps)
+    return None

@@ -47,8 +47,9 @@ def calls(dtype: torch.dtype, tiles: configs.Config) -> dict[str, tuple[Callable
         "hidden": (lambda: experts.hidden(x, up, up, order, tiles, SITU), 0),
         "before the unit": (lambda: experts.before_unit(x, up, up, order, tiles), 0),
         "down": (lambda: experts.down(h, down, mixing, order, tiles), 0),
-        "slopes": (lambda: experts.slopes(x, down, h, h, mixing, order, tiles, SITU), 512),
-        "to tokens": (lambda: experts.to_tokens(h, h, up, up, order, tiles), 0),
+        "back": (lambda: experts.back([(x, down)], order, tiles), 0),
+        "back, two pairs": (lambda: experts.back([(h, up), (h, up)], order, tiles), 0),
+        "the unit's gradient": (lambda: rows.unit_gradient_(h, h, h, mixing, order, SITU), 0),
         "weights": (lambda: experts.weight_gradient(h, x, up, order, tiles), 0),
         "rows": (lambda: rows.sum_rows(rows.gather(torch.empty(N, L, dtype=dtype), order), order), 0),
     }

@@ -23,7 +23,6 @@ class Config(NamedTuple):
         rows: rows of every tile of routed rows.
         glu: the two products before the gated unit; `columns` of each of the two.
         product: rows times one matrix.
-        slope: rows times the transposed down weight, then the gated unit's gradient.
         weights: of a weight's gradient; `columns` of it, and `weight_rows` rows.
         weight_rows: see `weights`.
         group: tiles of rows that take turns with one tile of columns.
@@ -33,7 +32,6 @@ class Config(NamedTuple):
     rows: int
     glu: Tiles
     product: Tiles
-    slope: Tiles
     weights: Tiles
     weight_rows: int
     group: int = 8
@@ -43,10 +41,10 @@ class Config(NamedTuple):
 MANY = 160  # routed rows an expert from which 128 rows a tile waste less than they gain
 
 HALF = {
-    128: Config(128, Tiles(128, 64, 3, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 3, 8), Tiles(256, 64, 3, 8), 128),
-    64: Config(64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), 64),
+    128: Config(128, Tiles(128, 64, 4, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 3, 4), 128),
+    64: Config(64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), Tiles(128, 64, 4, 4), 64),
 }
-FULL = Config(64, Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), 64)
+FULL = Config(64, Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), Tiles(64, 32, 2, 4), 64)
 
 
 def config(dtype: torch.dtype, slots: int, experts: int) -> Config:

@@ -1,8 +1,8 @@
 """The routed experts on a Hopper GPU: forward, and the backward that saves nothing but tokens and plan.
 
 Forward, R routed rows: gather tokens; h = glu(x W1^T, x W3^T) in one kernel; y = p h W2^T; sum of each token's rows.
-Backward, with dy the gathered gradient: gate and up again; d = dy W2 with the gated unit's gradient and <h, d> at its
-end; dx = dgate W1 + dup W3, summed into tokens; dW1 = dgate^T x, dW3 = dup^T x, dW2 = dy^T (p h).
+Backward, with dy the gathered gradient: gate and up again; d = dy W2; the gated unit's gradient and <h, d>, in place;
+dW2 = dy^T (p h), dW1 = dgate^T x, dW3 = dup^T x; dx = dgate W1 + dup W3, summed into tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from perilune.ops.moe.triton import products
 from perilune.ops.moe.triton.configs import Config, Tiles, config
 from perilune.ops.moe.triton.plan import RowPlan, row_plan
-from perilune.ops.moe.triton.rows import gather, sum_rows
+from perilune.ops.moe.triton.rows import gather, sum_rows, unit_gradient_
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
@@ -64,13 +64,14 @@ class RoutedExperts(torch.autograd.Function):
         w1, w3, w2 = _matrices(z_NL.dtype, w1_EFL, w3_EFL, w2_ELF)
         x_RL, dy_RL = gather(z_NL, plan), gather(dout_NL.to(z_NL.dtype), plan)
         gate_RF, up_RF = before_unit(x_RL, w1, w3, plan, tiles)
-        ph_RF, dgate_RF, dup_RF, dweight_NA = slopes(dy_RL, w2, gate_RF, up_RF, weight_NA, plan, tiles, ctx.caps)
-        dw2_ELF = weight_gradient(dy_RL, ph_RF, w2_ELF, plan, tiles)
-        del dy_RL, ph_RF, gate_RF, up_RF
-        dw1_EFL = weight_gradient(dgate_RF, x_RL, w1_EFL, plan, tiles)
-        dw3_EFL = weight_gradient(dup_RF, x_RL, w3_EFL, plan, tiles)
+        d_RF = back([(dy_RL, w2)], plan, tiles)
+        dweight_NA = unit_gradient_(gate_RF, up_RF, d_RF, _mixing(weight_NA), plan, ctx.caps)
+        dw2_ELF = weight_gradient(dy_RL, d_RF, w2_ELF, plan, tiles)
+        del dy_RL, d_RF
+        dw1_EFL = weight_gradient(gate_RF, x_RL, w1_EFL, plan, tiles)
+        dw3_EFL = weight_gradient(up_RF, x_RL, w3_EFL, plan, tiles)
         del x_RL
-        dz_NL = sum_rows(to_tokens(dgate_RF, dup_RF, w1, w3, plan, tiles), plan)
+        dz_NL = sum_rows(back([(gate_RF, w1), (up_RF, w3)], plan, tiles), plan)
         return dz_NL, None, dweight_NA.to(weight_NA.dtype), dw1_EFL, dw3_EFL, dw2_ELF, None
 
 
@@ -114,35 +115,19 @@ def down(h_RF: Tensor, w2_ELF: Tensor, weight_NA: Tensor, plan: RowPlan, tiles: 
     return y_RL
 
 
-def slopes(
-    dy_RL: Tensor, w2_ELF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_NA: Tensor, plan: RowPlan, tiles: Config,
-    caps: Caps,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """p h, the gradients of gate and up `[R', F]`, and that of the mixing weights `[N, A]` fp32."""
-    _, width, hidden_size = w2_ELF.shape
-    ph_RF, dgate_RF, dup_RF = (torch.empty_like(gate_RF) for _ in range(3))
-    rows, (columns, depth, *_) = tiles.rows, tiles.slope
-    parts = torch.empty(plan.rows, blocks(hidden_size, columns), device=dy_RL.device)
-    products.slope_kernel[_programs(plan, hidden_size, tiles.slope, tiles)](
-        _tiled(dy_RL, rows, depth), _tiled(w2_ELF, depth, columns),
-        *(_tiled(t, rows, columns // 2) for t in (gate_RF, up_RF, ph_RF, dgate_RF, dup_RF)), parts, _mixing(weight_NA),
-        plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E, len(plan.count_E), *_caps(caps), L=width,
-        F=hidden_size, BM=rows, BN=columns, BK=depth, **_capped(caps), **_settings(dy_RL, tiles.slope, tiles),
-    )  # fmt: skip
-    return ph_RF, dgate_RF, dup_RF, parts[plan.place_R].sum(-1).view(weight_NA.shape)
-
-
-def to_tokens(dgate_RF: Tensor, dup_RF: Tensor, w1_EFL: Tensor, w3_EFL: Tensor, plan: RowPlan, tiles: Config) -> Tensor:
-    """dgate W1 + dup W3 `[R', L]`."""
-    _, hidden_size, width = w1_EFL.shape
-    dx_RL = dgate_RF.new_empty(len(dgate_RF), width)
+def back(pairs: list[tuple[Tensor, Tensor]], plan: RowPlan, tiles: Config) -> Tensor:
+    """The sum over one or two pairs of rows `[R', K]` times their expert's matrix of `[E, K, N]`: `[R', N]`."""
+    (first, w), (second, v) = pairs[0], pairs[1] if len(pairs) > 1 else (None, None)
+    _, depths, width = w.shape
+    out_RN = first.new_empty(len(first), width)
     rows, (columns, depth, *_) = tiles.rows, tiles.product
-    products.up_kernel[_programs(plan, width, tiles.product, tiles)](
-        _tiled(dgate_RF, rows, depth), _tiled(dup_RF, rows, depth), _tiled(w1_EFL, depth, columns),
-        _tiled(w3_EFL, depth, columns), _tiled(dx_RL, rows, columns), plan.expert_T, plan.start_E1, len(plan.count_E),
-        F=hidden_size, L=width, BM=rows, BN=columns, BK=depth, **_settings(dgate_RF, tiles.product, tiles),
+    products.back_kernel[_programs(plan, width, tiles.product, tiles)](
+        _tiled(first, rows, depth), _tiled(w, depth, columns), None if second is None else _tiled(second, rows, depth),
+        None if v is None else _tiled(v, depth, columns), _tiled(out_RN, rows, columns), plan.expert_T, plan.start_E1,
+        len(plan.count_E), K=depths, N=width, BM=rows, BN=columns, BK=depth,
+        **_settings(first, tiles.product, tiles),
     )  # fmt: skip
-    return dx_RL
+    return out_RN
 
 
 def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: RowPlan, tiles: Config) -> Tensor:
@@ -152,7 +137,8 @@ def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: R
     of = tiles.weights
     count = experts * blocks(rows, tiles.weight_rows) * blocks(columns, of.columns)
     products.weight_kernel[_at_most(count, left_RM, tiles)](
-        _tiled(left_RM, of.depth, tiles.weight_rows), _tiled(right_RN, of.depth, of.columns), out_EMN, plan.start_E1,
+        _tiled(left_RM, of.depth, tiles.weight_rows), _tiled(right_RN, of.depth, of.columns),
+        TensorDescriptor.from_tensor(out_EMN, [1, tiles.weight_rows, of.columns]), plan.start_E1,
         experts, TILE=plan.tile, M=rows, N=columns, BM=tiles.weight_rows, BN=of.columns, BK=of.depth,
         **_settings(left_RM, of, tiles),
     )  # fmt: skip

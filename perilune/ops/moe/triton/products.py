@@ -58,74 +58,30 @@ def down_kernel(
         total = tl.zeros([BM, BN], tl.float32)
         for k in range(0, F, BK):
             total = dot_add(h.load([row, k]), w2.load([expert * L + column, k]).T, total, PRECISION)
-        p = weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM)
+        at = row + tl.arange(0, BM)
+        real = at - tl.load(start + expert) * BM < tl.load(counts + expert)
+        p = tl.load(weight + tl.load(slot_of_row + at, real, 0), real, 0.0)
         y.store([row, column], (total * p[:, None]).to(y.dtype))
 
 
 @triton.jit
-def weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM: tl.constexpr):
-    """Mixing weights of a tile's rows, 0 in the padding."""
-    at = row + tl.arange(0, BM)
-    real = at - tl.load(start + expert) * BM < tl.load(counts + expert)
-    return tl.load(weight + tl.load(slot_of_row + at, real, 0), real, 0.0)
-
-
-@triton.jit
-def slope_kernel(
-    dy, w2, gate, up, ph, dgate, dup, dweight, weight, slot_of_row, expert_of_tile, start, counts, experts, beta,
-    linear_beta, L: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """d = dy W2; then dp = <h, d> of this tile's columns, p h, and the gradients of gate and up for dh = p d."""
-    columns: tl.constexpr = (F + BN - 1) // BN
-    tiles = tl.load(start + experts) * columns
-    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
-        expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
-        row, column = m * BM, n * BN
-        d = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, L, BK):
-            d = dot_add(dy.load([row, k]), w2.load([expert * L + k, column]), d, PRECISION)
-        p = weights_of_rows(weight, slot_of_row, row, expert, start, counts, BM)
-        at = (row + tl.arange(0, BM)).to(tl.int64)
-        # Half of the columns at a time: all at once are more numbers than there are registers.
-        halves = tl.split(tl.permute(tl.reshape(d, [BM, 2, BN // 2]), [0, 2, 1]))
-        dp = tl.zeros([BM], tl.float32)
-        for half in tl.static_range(2):
-            d = halves[half]
-            column = n * BN + half * (BN // 2)
-            a = gate.load([row, column]).to(tl.float32)
-            b = up.load([row, column]).to(tl.float32)
-            left, left_slope = capped(a, beta, GATE_CAPPED)
-            right, right_slope = capped(b, linear_beta, UP_CAPPED)
-            opened = sigmoid(a)
-            h = left * opened * right
-            inside = column + tl.arange(0, BN // 2) < F
-            dp += tl.sum(tl.where(inside[None, :], h * d, 0.0), 1)
-            ph.store([row, column], (h * p[:, None]).to(ph.dtype))
-            d *= p[:, None]
-            da = d * right * (opened * left_slope + opened * (1.0 - opened) * left)
-            dgate.store([row, column], da.to(dgate.dtype))
-            dup.store([row, column], (d * left * opened * right_slope).to(dup.dtype))
-        tl.store(dweight + at * columns + n, dp)
-
-
-@triton.jit
-def up_kernel(
-    dgate, dup, w1, w3, dx, expert_of_tile, start, experts, F: tl.constexpr, L: tl.constexpr, BM: tl.constexpr,
+def back_kernel(
+    first, w, second, v, y, expert_of_tile, start, experts, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx = dgate W1 + dup W3."""
-    columns: tl.constexpr = (L + BN - 1) // BN
+    """y = first W, plus second V where there is one; an expert's W and V are `[K, N]`."""
+    columns: tl.constexpr = (N + BN - 1) // BN
     tiles = tl.load(start + experts) * columns
     for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0))):
         expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
         row, column = m * BM, n * BN
         total = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, F, BK):
-            total = dot_add(dgate.load([row, k]), w1.load([expert * F + k, column]), total, PRECISION)
-        for k in range(0, F, BK):
-            total = dot_add(dup.load([row, k]), w3.load([expert * F + k, column]), total, PRECISION)
-        dx.store([row, column], total.to(dx.dtype))
+        for k in range(0, K, BK):
+            total = dot_add(first.load([row, k]), w.load([expert * K + k, column]), total, PRECISION)
+        if second is not None:
+            for k in range(0, K, BK):
+                total = dot_add(second.load([row, k]), v.load([expert * K + k, column]), total, PRECISION)
+        y.store([row, column], total.to(y.dtype))
 
 
 @triton.jit
@@ -146,6 +102,4 @@ def weight_kernel(
         total = tl.zeros([BM, BN], tl.float32)
         for k in tl.range(trips(begin), trips(end), BK):
             total = dot_add(left.load([k, m]).T, right.load([k, n]), total, PRECISION)
-        at_m, at_n = m + tl.arange(0, BM), n + tl.arange(0, BN)
-        where = dw + (expert * M + at_m).to(tl.int64)[:, None] * N + at_n[None, :]
-        tl.store(where, total.to(dw.dtype.element_ty), (at_m < M)[:, None] & (at_n < N)[None, :])
+        dw.store([expert, m, n], tl.reshape(total.to(dw.dtype), [1, BM, BN]))

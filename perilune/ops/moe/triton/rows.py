@@ -1,4 +1,4 @@
-"""Tokens into the rows of the plan, and rows back into tokens: copies, and sums in a fixed order."""
+"""What happens to rows one by one: copies of tokens, the gated unit's gradient, sums of a token's rows in a fixed order."""
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.ops.moe.triton.plan import RowPlan
+from perilune.ops.moe.triton.tiles import capped
+from perilune.ops.triton.gates import sigmoid
 from perilune.ops.triton.sizes import blocks, power_of_two
 
 COLUMNS = 1024  # of a row that a program takes
@@ -35,6 +37,38 @@ def _gather_kernel(
 
 
 @triton.jit
+def _unit_kernel(
+    gate, up, d, weight, dweight, slot_of_row, expert_of_tile, start, counts, experts, beta, linear_beta, F: tl.constexpr,
+    TILE: tl.constexpr, BF: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    tile = row // TILE
+    if tile < tl.load(start + experts):
+        expert = tl.load(expert_of_tile + tile)
+        if row - tl.load(start + expert) * TILE < tl.load(counts + expert):
+            slot = tl.load(slot_of_row + row)
+            p = tl.load(weight + slot)
+            total = tl.zeros([BF], tl.float32)
+            for first in tl.static_range(0, F, BF):
+                at = first + tl.arange(0, BF)
+                here = row.to(tl.int64) * F + at
+                a = tl.load(gate + here, at < F, 0.0).to(tl.float32)
+                b = tl.load(up + here, at < F, 0.0).to(tl.float32)
+                g = tl.load(d + here, at < F, 0.0).to(tl.float32)
+                left, left_slope = capped(a, beta, GATE_CAPPED)
+                right, right_slope = capped(b, linear_beta, UP_CAPPED)
+                opened = sigmoid(a)
+                h = left * opened * right
+                total += h * g
+                g *= p
+                da = g * right * (opened * left_slope + opened * (1.0 - opened) * left)
+                tl.store(d + here, (h * p).to(d.dtype.element_ty), at < F)
+                tl.store(gate + here, da.to(gate.dtype.element_ty), at < F)
+                tl.store(up + here, (g * left * opened * right_slope).to(up.dtype.element_ty), at < F)
+            tl.store(dweight + slot, tl.sum(total, 0))
+
+
+@triton.jit
 def _sum_kernel(rows, place, out, active: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -56,6 +90,30 @@ def gather(x_ND: Tensor, plan: RowPlan) -> Tensor:
         plan.active, D=width, TILE=plan.tile, BR=ROWS, BD=piece, num_warps=4,
     )  # fmt: skip
     return out_RD
+
+
+def unit_gradient_(
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    d_RF: Tensor,
+    weight_NA: Tensor,
+    plan: RowPlan,
+    caps: tuple[float, float | None] | None,
+) -> Tensor:
+    """The gated unit's backward, in place: d = dy W2 becomes p h, gate and up become their gradients for dh = p d.
+
+    Padding is left as it is, zero in all three. Returns <h, d>, the gradient of the mixing weights `[N, A]` fp32.
+    """
+    width = gate_RF.shape[1]
+    dweight_NA = torch.empty(weight_NA.shape, device=gate_RF.device)
+    piece = min(COLUMNS, power_of_two(width))
+    beta, linear_beta = caps or (0.0, None)
+    _unit_kernel[(plan.rows,)](
+        gate_RF, up_RF, d_RF, weight_NA, dweight_NA, plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E,
+        len(plan.count_E), beta, linear_beta or 0.0, F=width, TILE=plan.tile, BF=piece, GATE_CAPPED=caps is not None,
+        UP_CAPPED=linear_beta is not None, num_warps=min(4, max(1, piece // 256)),
+    )  # fmt: skip
+    return dweight_NA
 
 
 def sum_rows(rows_RD: Tensor, plan: RowPlan) -> Tensor:
