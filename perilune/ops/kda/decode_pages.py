@@ -1,6 +1,6 @@
 """`kda_decode_step` on states that lie in pages of a pool, head by head, as a prefix cache keeps and ships them.
 
-On the CPU the kernel works in the pages; elsewhere the rows' states are copied out, advanced, and copied back.
+Kernels work in the pages, on the CPU and on Hopper; elsewhere the rows' states are copied out, advanced, and copied back.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from torch import Tensor
 
 from perilune.ops.choice import Choice
 from perilune.ops.kda.arguments import MAX_KEY_DIM
+from perilune.ops.kda.cuda import decode as cuda
 from perilune.ops.kda.decode import MAX_TAPS, TYPES, call_native, row_stride
 from perilune.ops.kda.decode import select as select_step
 
 
 def select(qkv_BX: Tensor, window_PHw: Tensor, state_PHVK: Tensor) -> Choice:
-    """Say whether `kda_decode_pages` works in the pages ("native") or on copies ("torch"), and why."""
+    """Say whether `kda_decode_pages` works in the pages ("native", "cuda") or on copies ("torch"), and why."""
     step = select_step(qkv_BX.device, qkv_BX.dtype)
+    if step.implementation == "cuda":
+        taps = window_PHw.shape[2] // (2 * state_PHVK.shape[3] + state_PHVK.shape[2]) + 1
+        reason = cuda.unsuitable(qkv_BX, window_PHw, state_PHVK, taps)
+        return Choice("torch", f"copies of the rows' states: {reason}") if reason else step
     if step.implementation != "native":
         return Choice("torch", f"copies of the rows' states: {step.reason}")
     inner = state_PHVK.shape[3]
@@ -57,7 +62,8 @@ def kda_decode_pages(
     Returns:
         `[B, H * V]` in the dtype of `qkv_BX`, or None where `select` finds that copies are needed; nothing was changed then.
     """
-    if select(qkv_BX, window_PHw, state_PHVK).implementation != "native":
+    choice = select(qkv_BX, window_PHw, state_PHVK).implementation
+    if choice not in ("native", "cuda"):
         return None
     logits = (decay_logit_BHK, beta_logit_BH, gate_BHV)
     parameters = (conv_weight_XW, A_log_H, dt_bias, norm_weight_V)
@@ -65,7 +71,10 @@ def kda_decode_pages(
     rows = all(x.dtype is qkv_BX.dtype and row_stride(x, qkv_BX.shape[0]) is not None for x in (qkv_BX, *logits))
     if not dense or not rows or conv_weight_XW.shape[1] > MAX_TAPS or max(state_PHVK.shape[2:]) > MAX_KEY_DIM:
         return None
-    return call_native(
-        qkv_BX, conv_weight_XW, window_PHw, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV, norm_weight_V,
-        state_PHVK, num_heads, key_dim, lower_bound, scale, norm_eps, page_B,
+    tensors = (
+        qkv_BX, conv_weight_XW, window_PHw, decay_logit_BHK, A_log_H, dt_bias, beta_logit_BH, gate_BHV, norm_weight_V, state_PHVK,
     )  # fmt: skip
+    numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
+    if choice == "cuda":
+        return cuda.decode_step(*tensors, page_B, *numbers, by_head=True)
+    return call_native(*tensors, *numbers, page_B)

@@ -10,6 +10,7 @@ from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda.cuda import decode as cuda
 from perilune.ops.kda.decode import kda_decode_step, select
+from perilune.ops.kda.decode_pages import kda_decode_pages
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 
@@ -98,6 +99,37 @@ def test_the_order_of_warps_and_the_number_of_blocks_change_nothing(monkeypatch:
         results.append((out, args["state_BHVK"], args["window_BXW1"]))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_states_in_pages_of_a_pool() -> None:
+    """Pages with the heads one behind the other, matrix and window of each: as a serving engine keeps them."""
+    shape = (2, 2, 64, 64, 4)
+    args, _ = arguments(shape)
+    _, heads, key_dim, value_dim, taps = shape
+    pages, taps = 5, taps - 1
+    matrix, window = 4 * key_dim * value_dim, 2 * taps * (2 * key_dim + value_dim)
+    pool = torch.zeros(pages, 3, heads * (matrix + window) + 160, dtype=torch.uint8)
+    head_bytes = pool[:, 1, : heads * (matrix + window)].unflatten(-1, (heads, -1))
+    states = head_bytes[..., :matrix].view(torch.float32).unflatten(-1, (value_dim, key_dim))
+    windows = head_bytes[..., matrix:].view(torch.bfloat16)
+    page_B = torch.tensor([3, 1])
+    states[page_B] = args["state_BHVK"]
+    parts = args["window_BXW1"].flatten(1).split([heads * key_dim * taps] * 2 + [heads * value_dim * taps], 1)
+    windows[page_B] = torch.cat([part.unflatten(1, (heads, -1)) for part in parts], -1)
+    truth = step(exact(args), "torch")
+    before = pool.clone()
+    with force("cuda"), emulated():
+        names = ("decay_logit_BHK", "A_log_H", "dt_bias", "beta_logit_BH", "gate_BHV", "norm_weight_V")
+        got = kda_decode_pages(
+            args["qkv_BX"], args["conv_weight_XW"], windows, *(args[name] for name in names), states, page_B,
+            num_heads=heads, key_dim=key_dim, lower_bound=-5.0, scale=key_dim**-0.5, norm_eps=1e-5,
+        )  # fmt: skip
+    step(args, "cuda")
+    assert got is not None and error(got, truth) < 3e-3
+    assert torch.equal(states[page_B], args["state_BHVK"])
+    after = args["window_BXW1"].flatten(1).split([heads * key_dim * taps] * 2 + [heads * value_dim * taps], 1)
+    assert torch.equal(windows[page_B], torch.cat([part.unflatten(1, (heads, -1)) for part in after], -1))
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]]) and torch.equal(pool[:, [0, 2]], before[:, [0, 2]])
 
 
 def test_nan_stays_in_its_row_and_head() -> None:

@@ -14,7 +14,7 @@
 // over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums.
 //
 // Macros: KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
-// (64-bit slots).
+// (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first).
 #include "device.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
@@ -82,7 +82,8 @@ template <int HALF, int MASK, int COUNT> DEVICE void fold(float (&x)[COUNT], int
 KERNEL(THREADS, 1) decode(
     const bf16* qkv, const float* conv_weight, bf16* window, const bf16* decay_logit, const float* A_log, const float* dt_bias,
     const bf16* beta_logit, const bf16* gate, const float* norm_weight, float* state, const slot_type* index, bf16* out,
-    i64 qkv_stride, i64 decay_stride, i64 beta_stride, i64 gate_stride, i64 slots, int heads, int programs,
+    i64 qkv_stride, i64 decay_stride, i64 beta_stride, i64 gate_stride, i64 state_slot, i64 state_head, i64 window_slot,
+    i64 window_head, i64 slots, int heads, int programs,
     float scale, float lower_bound, float norm_eps, float l2_eps) {
     SHARED(memory);
     Shared& shared = *(Shared*)memory;
@@ -103,6 +104,10 @@ KERNEL(THREADS, 1) decode(
         if (c < 2 * K) return (i64)(c / K * heads + head) * K + c % K;
         return (i64)2 * heads * K + head * V + (c - 2 * K);
     };
+    auto window_of = [&](i64 slot, int head, int c) -> bf16* {
+        if (BY_HEAD) return window + slot * window_slot + head * window_head + c * (TAPS - 1);
+        return window + slot * window_slot + channel_of(c, head) * (TAPS - 1);
+    };
     auto gather = [&](int program) -> Inputs {
         Inputs x;
         x.slot = -1;
@@ -115,7 +120,7 @@ KERNEL(THREADS, 1) decode(
             const int c = thread + e * THREADS;
             if (c >= CHANNELS) break;
             const i64 channel = channel_of(c, head);
-            const bf16* seen = window + (x.slot * heads * CHANNELS + channel) * (TAPS - 1);
+            const bf16* seen = window_of(x.slot, head, c);
             x.newest[e] = qkv[row * qkv_stride + channel];
 #pragma unroll
             for (int t = 0; t < TAPS - 1; t++) x.old[e][t] = seen[t];
@@ -135,7 +140,7 @@ KERNEL(THREADS, 1) decode(
         if (program < programs) {
             const i64 slot = slot_of(program);
             if (slot >= 0 && slot < slots) {
-                const float* from = state + (slot * heads + program % heads) * (V * K) + first * K + 4 * across;
+                const float* from = state + slot * state_slot + program % heads * state_head + first * K + 4 * across;
                 float* to = shared.state[stage] + first * K + 4 * across;
 #pragma unroll
                 for (int m = 0; m < M; m++) copy_async(to + m * SIDE * K, from + m * SIDE * K);
@@ -166,7 +171,7 @@ KERNEL(THREADS, 1) decode(
             const int c = thread + e * THREADS;
             if (c >= CHANNELS) break;
             float total = now.taps[e][TAPS - 1] * to_float(now.newest[e]);
-            bf16* seen = window + (slot * heads * CHANNELS + channel_of(c, head)) * (TAPS - 1);
+            bf16* seen = window_of(slot, head, c);
 #pragma unroll
             for (int t = 0; t < TAPS - 1; t++) {
                 total = fmaf(now.taps[e][t], to_float(now.old[e][t]), total);
@@ -209,7 +214,7 @@ KERNEL(THREADS, 1) decode(
         fold<M, ACROSS / 2>(sums, lane);
         float u = beta * (shared.mixed[2 * K + row_of_sum] - sums[0]);  // only where this lane's sum is one of S k
         const float o = scale * fmaf(shuffle(u, mine), cross, sums[0]);  // only where it is one of S q
-        float* to = state + (slot * heads + head) * (V * K) + first * K + 4 * across;
+        float* to = state + slot * state_slot + head * state_head + first * K + 4 * across;
 #pragma unroll
         for (int m = 0; m < M; m++) {
             const float w = shuffle(u, side * ACROSS + m * SPREAD);

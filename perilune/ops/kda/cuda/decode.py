@@ -17,14 +17,30 @@ STAGES = 3  # states in shared memory: one that is computed, two under way
 
 
 @cache
-def kernel(key_dim: int, value_dim: int, taps: int, bounded: bool, a: bool, bias: bool, index: torch.dtype | None) -> Kernel:
+def kernel(
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+    bounded: bool,
+    a: bool,
+    bias: bool,
+    index: torch.dtype | None,
+    by_head: bool,
+) -> Kernel:
     """The kernel for these macros; see decode.cu."""
-    flags = {"BOUNDED": bounded, "HAS_A": a, "HAS_BIAS": bias, "INDEXED": index is not None, "LONG": index == torch.int64}
+    flags = {
+        "BOUNDED": bounded,
+        "HAS_A": a,
+        "HAS_BIAS": bias,
+        "INDEXED": index is not None,
+        "LONG": index == torch.int64,
+        "BY_HEAD": by_head,
+    }
     floats = STAGES * key_dim * value_dim + 3 * key_dim + value_dim + 8
     return Kernel(
         Path(__file__).parent / "decode.cu",
         "decode",
-        "P" * 12 + "q" * 5 + "i" * 2 + "f" * 4,
+        "P" * 12 + "q" * 9 + "i" * 2 + "f" * 4,
         threads=256,
         shared_bytes=4 * floats,
         defines={"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps} | {n: int(f) for n, f in flags.items()},
@@ -39,31 +55,37 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def unsuitable(qkv: Tensor, window: Tensor, state: Tensor, taps: int) -> str | None:
-    """Why the kernel does not take this call, whose layout is `readable`; None if it does."""
+    """Why the kernel does not take this call, whose activations are `readable`; None if it does."""
     for x in (qkv, window):
         if (reason := why_not(x.device, x.dtype)) is not None:
             return reason
     if any(size not in DIMS for size in state.shape[2:]):
         return f"the CUDA decode kernel needs K and V to be 64 or 128, not {state.shape[3]} and {state.shape[2]}"
-    if taps < 2 or state.data_ptr() % 16:
-        return "the CUDA decode kernel needs a convolution of at least two taps and a state aligned to 16 bytes"
+    if state.stride()[2:] != (state.shape[3], 1) or window.stride(-1) != 1:
+        return "the CUDA decode kernel needs the numbers of a head side by side"
+    if taps < 2 or state.data_ptr() % 16 or any(step % 4 for step in state.stride()[:2]):
+        return "the CUDA decode kernel needs a convolution of at least two taps and states aligned to 16 bytes"
     return None
 
 
 def decode_step(
     qkv: Tensor, conv_weight: Tensor, window: Tensor, decay_logit: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     beta_logit: Tensor, gate: Tensor, norm_weight: Tensor, state: Tensor, index: Tensor | None, heads: int, key_dim: int,
-    lower_bound: float | None, scale: float, norm_eps: float,
+    lower_bound: float | None, scale: float, norm_eps: float, *, by_head: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel; arguments as `kda_decode_step`, in the layout that it has checked and `unsuitable` lets pass."""
+    """Launch the kernel; arguments as `kda_decode_step`, in the layout that it has checked and `unsuitable` lets pass.
+
+    by_head: window is `[slots, H, (2K+V)(W-1)]`, and window and state may be strided over slots and heads.
+    """
     batch, value_dim = qkv.shape[0], norm_weight.shape[0]
     out = torch.empty(batch, heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
     strides = [x.numel() // batch if x.is_contiguous() else x.stride(0) for x in (qkv, decay_logit, beta_logit, gate)]
+    strides += [*state.stride()[:2], *window.stride()[:2]]
     run = kernel(
         key_dim, value_dim, conv_weight.shape[1], lower_bound is not None, A_log is not None, dt_bias is not None,
-        None if index is None else index.dtype,
+        None if index is None else index.dtype, by_head,
     )  # fmt: skip
     programs = batch * heads
     run.launch(
