@@ -37,6 +37,71 @@ class JobEnd:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A request met the prefix cache.
+
+    Attributes:
+        number: counts from 1.
+        time: seconds since the epoch.
+        request: its id, or the sequence's name.
+        prompt_tokens: of its prompt.
+        hit_tokens: that it skipped.
+        kv_tokens: whose pages were there; more than `hit_tokens` where no state was that deep.
+    """
+
+    number: int
+    time: float
+    request: str
+    prompt_tokens: int
+    hit_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMetrics:
+    """A snapshot of an engine; totals only grow.
+
+    Attributes:
+        running, waiting: sequences (a request has one for each answer); waiting_by_class by class name.
+        steps_total, failed_steps_total, preempted_total: steps run, steps that raised, sequences that started again.
+        prompt_tokens_total: of admitted sequences: the sum of the next three.
+        cached_tokens_total: skipped; recomputed_below_kv_tokens_total: pages were cached, but no state was that deep;
+        missed_tokens_total: computed because nothing was cached.
+        generated_tokens_total: drawn.
+        model_tokens_total: that went through the model.
+        pages_total, pages_free, pages_cached, pages_used: of the pool; `used` = held by running requests.
+        page_bytes: of each.
+        checkpoints_created_total, checkpoints_used_total, checkpoints_evicted_total: by the reason they were taken.
+        scheduler_seconds_total, step_seconds_total: planning and settling; running, drawing and telling.
+        tiers: counts of the host and disk tiers, empty without them.
+    """
+
+    running: int
+    waiting: int
+    waiting_by_class: dict[str, int]
+    steps_total: int
+    failed_steps_total: int
+    preempted_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    recomputed_below_kv_tokens_total: int
+    missed_tokens_total: int
+    generated_tokens_total: int
+    model_tokens_total: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_used: int
+    page_bytes: int
+    checkpoints_created_total: dict[str, int]
+    checkpoints_used_total: dict[str, int]
+    checkpoints_evicted_total: dict[str, int]
+    scheduler_seconds_total: float
+    step_seconds_total: float
+    tiers: dict[str, int] = field(default_factory=dict)
+
+
 class Job(Protocol):
     """A request; iterate it, or start it with a listener."""
 
@@ -104,11 +169,29 @@ class Engine(Protocol):
         name: the model's name for clients.
         context_length: most tokens of a prompt and its answer together.
         tokenizer: of the model.
+        thinking: whether the model was taught to think before it answers.
+        admin: what an operator may do (`administration.Administration`); None = nothing.
     """
 
     name: str
     context_length: int
     tokenizer: Tokenizer
+    thinking: bool
+    admin: Any
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold pictures."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests and works on them."""
+        ...
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of counts, from any thread."""
+        ...
 
     def chat(
         self,
@@ -149,68 +232,3 @@ class Engine(Protocol):
     def loop(self, max_waiting: int) -> Loop:
         """Something that runs jobs, at most `max_waiting` of them waiting or running."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """A request met the prefix cache.
-
-    Attributes:
-        number: counts from 1.
-        time: seconds since the epoch.
-        request: its id, or the sequence's name.
-        prompt_tokens: of its prompt.
-        hit_tokens: that it skipped.
-        kv_tokens: whose pages were there; more than `hit_tokens` where no state was that deep.
-    """
-
-    number: int
-    time: float
-    request: str
-    prompt_tokens: int
-    hit_tokens: int
-    kv_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineMetrics:
-    """A snapshot of an engine; totals only grow.
-
-    Attributes:
-        running, waiting: sequences (a request has one for each answer); waiting_by_class by class name.
-        steps_total, failed_steps_total, preempted_total: steps run, steps that raised, sequences that started again.
-        prompt_tokens_total: of admitted sequences: the sum of the next three.
-        cached_tokens_total: skipped; recomputed_below_kv_tokens_total: pages were cached, but no state was that deep;
-        missed_tokens_total: computed because nothing was cached.
-        generated_tokens_total: drawn.
-        model_tokens_total: that went through the model.
-        pages_total, pages_free, pages_cached, pages_used: of the pool; `used` = held by running requests.
-        page_bytes: of each.
-        checkpoints_created_total, checkpoints_used_total, checkpoints_evicted_total: by the reason they were taken.
-        scheduler_seconds_total, step_seconds_total: planning and settling; running, drawing and telling.
-        tiers: counts of the host and disk tiers, empty without them.
-    """
-
-    running: int
-    waiting: int
-    waiting_by_class: dict[str, int]
-    steps_total: int
-    failed_steps_total: int
-    preempted_total: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    recomputed_below_kv_tokens_total: int
-    missed_tokens_total: int
-    generated_tokens_total: int
-    model_tokens_total: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_used: int
-    page_bytes: int
-    checkpoints_created_total: dict[str, int]
-    checkpoints_used_total: dict[str, int]
-    checkpoints_evicted_total: dict[str, int]
-    scheduler_seconds_total: float
-    step_seconds_total: float
-    tiers: dict[str, int] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from perilune.serve.request import ChatOptions, FieldError, SamplingParams
 from perilune.serve.sampling import Sampler, allowed_only
 from perilune.tokenizer import ByteTokenizer
 from perilune.tokenizer.xtml import encode_segments, open_tag, render
-from perilune.tokenizer.xtml.grammar import answer_mask
 from perilune.tokenizer.xtml.parse import parse
 
 WEATHER = {

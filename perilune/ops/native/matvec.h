@@ -79,7 +79,17 @@ PL_INLINE void pl_dot_rows(const int vectors, const int half, const void *w, int
         float *const at[2] = {out[0] + r, vectors == 2 ? out[1] + r : NULL};
         if (vectors == 1 && r + 8 <= last) pl_dot_tile(8, 1, half, row, step, n, x, at), r += 8;
         else if (r + 4 <= last) pl_dot_tile(4, vectors, half, row, step, n, x, at), r += 4;
-        else pl_dot_tile(1, vectors, half, row, step, n, x, at), r += 1;
+        else if (vectors == 2) pl_dot_tile(1, 2, half, row, step, n, x, at), r += 1;
+        else {
+            /* Twice the same vector: for a tile of one sum GCC takes multiply and add apart on some processors (its tuning
+             * against chains of fused ones), and the result would depend on how many vectors there are. */
+            float again;
+            const float *same = x[0];
+            __asm__("" : "+r"(same)); /* the compiler is not to see that it is */
+            const float *const twice[2] = {x[0], same};
+            float *const both[2] = {at[0], &again};
+            pl_dot_tile(1, 2, half, row, step, n, twice, both), r += 1;
+        }
     }
 }
 

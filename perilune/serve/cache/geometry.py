@@ -130,9 +130,10 @@ def cache_geometry(
     if tensor_parallel < 1 or heads % tensor_parallel:
         raise ConfigError(f"kda.num_heads={heads} cannot be shared by tensor_parallel={tensor_parallel} ranks")
     per_token = cache_bytes_per_token(cfg, entry=entry)
-    if {"mla", "softmax"} <= set(cfg.layer_mixers):
-        raise ConfigError("layers of mla and of softmax cache different bytes for a token; a page needs equal rows")
     token_bytes = per_token // attention
+    if {"mla", "softmax"} <= set(cfg.layer_mixers):  # a page has equal rows: those of the wider kind
+        widths = (cfg.mla.cache_width, 2 * cfg.softmax.num_heads * cfg.softmax.head_dim)
+        token_bytes = max(widths) * BYTES[entry]
     states = recurrent_bytes(cfg, memory=memory, window=window)
     unit = unit or default_unit(states, per_token)
     state_bytes = states // recurrent // tensor_parallel if recurrent else 0

@@ -72,12 +72,17 @@ class PagePool:
                 f"({error})"
             ) from None
         rows = self.bytes_PR.view(pages, geometry.attention_layers, geometry.row_bytes)
-        entry_size = geometry.token_bytes // dtype.itemsize
-        entries = rows.view(dtype).unflatten(-1, (geometry.page_tokens, entry_size))
         self._rows = rows
-        self._caches = [entries[:, row] for row in range(geometry.attention_layers)]
+        attention = [kind for kind in cfg.layer_mixers if kind in ("mla", "softmax")]
+        self._caches = [self._cache(rows, row, cfg, kind, dtype) for row, kind in enumerate(attention)]
         self._states = [self._state(rows, layer, cfg, dtype) for layer in range(geometry.recurrent_layers)]
         self._is_recurrent = [kind in ("kda", "gdn") for kind in cfg.layer_mixers]
+
+    def _cache(self, rows: Tensor, row: int, cfg: ModelConfig, kind: str, dtype: torch.dtype) -> Tensor:
+        """Entries of an attention layer in all pages, `[pages, tokens of a page, C]`."""
+        width = cfg.mla.cache_width if kind == "mla" else 2 * cfg.softmax.num_heads * cfg.softmax.head_dim
+        size = self.geometry.token_bytes // dtype.itemsize
+        return rows[:, row].view(dtype).unflatten(-1, (self.geometry.page_tokens, size))[..., :width]
 
     def _state(self, rows: Tensor, layer: int, cfg: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
         """Matrices and windows of a recurrent layer in all pages, and its cache group."""
