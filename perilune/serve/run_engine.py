@@ -9,6 +9,7 @@ import torch
 from perilune.data.image_input import image_processor
 from perilune.errors import CheckpointError, ConfigError
 from perilune.loading import load_run
+from perilune.model.cast import compute_in
 from perilune.rundir import RunDir
 from perilune.serve.images import ShownImages
 from perilune.serve.local_engine import LocalEngine
@@ -30,7 +31,7 @@ def load_engine(
 
     Args:
         run: a name under `runs/`, or a folder.
-        device: auto = CUDA if there is one, else CPU.
+        device: auto = CUDA if there is one, else CPU. On CUDA the model computes in bfloat16.
         context_length, settings: see `LocalEngine`.
 
     Raises:
@@ -42,6 +43,8 @@ def load_engine(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
     loaded = load_run(run, device, step)
+    if device == "cuda":
+        compute_in(loaded.model, torch.bfloat16)
     folder = RunDir.resolve(run)
     images = ShownImages(loaded.model, image_processor(loaded.config)) if loaded.config.model.vision else None
     return LocalEngine(

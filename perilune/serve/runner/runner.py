@@ -19,6 +19,7 @@ from perilune.model.paged import Mark, PagedRows, PagedState
 from perilune.model.vision import ImageRows
 from perilune.ops.linear import FEW_ROWS
 from perilune.serve.cache import Chunk
+from perilune.serve.runner.graphs import DecodeGraphs
 from perilune.serve.runner.pages import PagePool
 from perilune.serve.schedule import Plan, Row
 
@@ -54,6 +55,7 @@ class ModelRunner:
         self.group = FEW_ROWS if deterministic else 1 << 30
         self.tokens_run = 0
         self._tables = _Tables(pool.geometry.page_tokens)
+        self._graphs = DecodeGraphs(self.model, pool) if DecodeGraphs.why_not(self.model, pool) is None else None
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Scores:
@@ -73,7 +75,13 @@ class ModelRunner:
 
     def _decode(self, rows: Sequence[Row], scores: Scores) -> None:
         chunks = [row.chunk for row in rows]
-        logits_BZ = self._forward([row.tokens for row in rows], chunks, (), "last")[:, 0]
+        if self._graphs is None:
+            logits_BZ = self._forward([row.tokens for row in rows], chunks, (), "last")[:, 0]
+        else:
+            ids_B = [row.tokens[0] for row in rows]
+            self.tokens_run += len(ids_B)
+            paged = self._tables.rows(chunks, (), self.model.device)
+            logits_BZ = self._graphs.run(ids_B, paged)[:, : self.vocab_size]
         for row, logits_Z in zip(rows, logits_BZ):
             scores.logits[row.sequence.name] = logits_Z
         self._export_ends(chunks)
