@@ -38,7 +38,7 @@ class Case:
     one_key: bool = False
     beta: float | None = None
     size: float = 1.0  # of the cotangents
-    raw: bool = True  # q, k before the norm, beta before the sigmoid; A_log and dt_bias given
+    raw: bool = True  # q, k before the norm, beta before the sigmoid; A_log and dt_bias given; else beta is float32
     scale: float = 0.1
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Case:
         v = normal(1, tokens, self.heads, self.value_dim)
         state = normal(N, self.heads, self.value_dim, self.key_dim)
         self.inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": state}
-        self.inputs = {name: x.bfloat16() for name, x in self.inputs.items()}
+        self.inputs = {name: x if name == "beta" and not self.raw else x.bfloat16() for name, x in self.inputs.items()}
         if self.raw:
             self.inputs |= {"A_log": 0.3 * normal(self.heads), "dt_bias": normal(self.heads * self.key_dim)}
         self.do = (self.size * normal(*v.shape)).bfloat16()
@@ -114,7 +114,7 @@ class Case:
             return torch.full(shape, float("nan"), dtype=dtype)
 
         dq, dk = (empty(tokens, self.heads, self.key_dim, dtype=wide) for _ in "qk")
-        dz, dbeta = empty(tokens, self.heads, self.key_dim), empty(tokens, self.heads)
+        dz, dbeta = empty(tokens, self.heads, self.key_dim), empty(tokens, self.heads, dtype=x["beta"].dtype)
         dA, bias = (
             empty(N, self.heads, *inner, dtype=torch.float32) if self.raw else None for inner in ((), (self.key_dim,))
         )
