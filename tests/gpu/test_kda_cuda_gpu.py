@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kda_chunk_gpu import BOUNDED, LOW, check, make, relative_error, run
+from test_kda_chunk_gpu import BOUNDED, LOW, make, relative_error, run
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
 
@@ -35,9 +36,20 @@ def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert seen, "the CUDA kernel did not run"
 
 
+def check(inputs: dict[str, Tensor], limit: float = 4.3e-3, **options: object) -> None:
+    """o and the final state; gradients have tests of their own."""
+    options |= {"output_final_state": True}
+    with torch.no_grad():
+        truth = recurrent_kda_reference(**{n: x.double() for n, x in inputs.items()}, **options)
+        got = chunk_kda(**inputs, **options)
+    errors = [relative_error(x, y) for x, y in zip(got, truth, strict=True)]
+    assert all(error <= limit for error in errors), errors
+
+
+@pytest.mark.parametrize("value_dim", [64, 128])
 @pytest.mark.parametrize("key_dim", [64, 128])
-def test_whole_operation(key_dim: int) -> None:
-    check(make(2, 263, 2, 2, key_dim, 128), **BOUNDED)
+def test_whole_operation(key_dim: int, value_dim: int) -> None:
+    check(make(2, 263, 2, 2, key_dim, value_dim), **BOUNDED)
 
 
 def test_value_heads_and_packed_sequences() -> None:
@@ -48,6 +60,13 @@ def test_across_segments() -> None:
     check(make(1, 4500, 1, 1), **BOUNDED)
 
 
+@pytest.mark.parametrize("logit", [-40.0, -9.0, 40.0])
+def test_gates_at_their_ends(logit: float) -> None:
+    inputs = make(1, 300, 2, 2)
+    inputs["g"][:] = logit
+    check(inputs, 6e-3, **BOUNDED)
+
+
 def test_t05_natural_decays_and_unit_scale() -> None:
     inputs = make(1, 200, 2, 2)
     del inputs["A_log"], inputs["dt_bias"]
@@ -55,20 +74,28 @@ def test_t05_natural_decays_and_unit_scale() -> None:
     inputs["k"] = torch.nn.functional.normalize(inputs["k"].float(), dim=-1).bfloat16()
     inputs["beta"] = inputs["beta"].float().sigmoid()
     inputs["beta"][:, ::7] = 0
-    check(inputs, safe_gate=True, scale=1.0)
+    check(inputs, 5e-3, safe_gate=True, scale=1.0)
 
 
-@pytest.mark.parametrize("doubled", [False, True])
-def test_t02_one_key_repeated_for_long(doubled: bool) -> None:
+def test_t02_one_key_repeated_for_long() -> None:
     inputs = make(1, 16_384, 1, 1)
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["g"][:], inputs["beta"][:] = -12.0, 8.0
-    options = BOUNDED | {"allow_neg_eigval": doubled, "output_final_state": True}
-    with torch.no_grad():
-        truth, state = recurrent_kda_reference(**{n: x.double() for n, x in inputs.items()}, **options)
-        o, final = chunk_kda(**inputs, **options)
-    limit = 1e-1 if doubled else 2e-2  # nothing is forgotten: bfloat16 operands round 256 times on the way
-    assert relative_error(o, truth) < limit and relative_error(final, state) < limit
+    check(inputs, 2e-2, **BOUNDED)
+
+
+def test_t02_reflections_for_long() -> None:
+    """beta near 2, one key, nothing forgotten: each token mirrors the state, 16384 times.
+
+    What bfloat16 makes of the key is the key here: a norm that is off by 1e-4 would change the answer, not its rounding.
+    """
+    inputs = make(1, 16_384, 1, 1)
+    inputs["k"][:] = torch.nn.functional.normalize(inputs["k"][:, :1].float(), dim=-1)
+    inputs["k"] *= 0.99  # at most 1 after rounding
+    inputs["g"][:], inputs["beta"][:] = -200.0, 8.0
+    del inputs["A_log"], inputs["dt_bias"]
+    options = BOUNDED | {"use_qk_l2norm_in_kernel": False, "allow_neg_eigval": True}
+    check(inputs, 2e-2, **options)
 
 
 def test_the_same_bits_every_time() -> None:

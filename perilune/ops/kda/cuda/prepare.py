@@ -15,8 +15,8 @@ from perilune.ops.cuda import Kernel
 if TYPE_CHECKING:
     from perilune.ops.kda.triton.launch import Prepared, Setting
 
-THREADS = 128
-BLOCKS = 4  # that share a multiprocessor: limits registers
+THREADS = 256
+BLOCKS = 3  # that share a multiprocessor: limits registers
 KEY_DIMS = (64, 128)
 ALIGNMENT = 16  # bytes of a load
 _L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT = 1, 2, 4, 8
@@ -30,9 +30,15 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
         "prepare",
         "P" * 13 + "f" * 4 + "q" * 8 + "i" * 3,
         threads=THREADS,
-        shared_bytes=256 + 4 * 64 * (key_dim + 4) + 4 * 64 * 80,  # beta, running sums, L: see prepare.cu
+        shared_bytes=_shared_bytes(key_dim),
         defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},
     )
+
+
+def _shared_bytes(key_dim: int) -> int:
+    """As laid out in prepare.cu."""
+    sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
+    return 768 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
 
 
 def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str | None:
@@ -45,8 +51,10 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str
         return f"the CUDA kernel takes g and beta in bfloat16 or float32, not {_name(g.dtype)} and {_name(beta.dtype)}"
     if q.shape[-1] not in KEY_DIMS:
         return f"the CUDA kernel is written for K of 64 or 128, not {q.shape[-1]}"
-    if not all(_aligned(x) for x in (q, k)) or g.data_ptr() % 8 or any(n % 2 for n in g.stride()[:2]):
-        return "the CUDA kernel loads 16 bytes at a time: q and k must begin, and their rows must lie, at multiples of 16 bytes"
+    if not all(_aligned(x) for x in (q, k, g)):
+        return (
+            "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
+        )
     return kernel(q.shape[-1], g.dtype == torch.float32).unavailable_reason(q.device)
 
 
