@@ -107,7 +107,8 @@ def compare(args: list[Tensor], *options, slack: float = 1.05, floor: float = 0.
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(shape, dtype) -> None:
-    compare(operands(*shape, dtype), "situ", 4.0, 25.0)
+    # One token's 64 numbers are too few to tell two roundings apart.
+    compare(operands(*shape, dtype), "situ", 4.0, 25.0, slack=1.05 if shape[0] > 1 else 2.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:5])

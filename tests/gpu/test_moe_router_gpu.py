@@ -63,7 +63,7 @@ def test_routes_weights_counts_and_gradient(tokens: int, experts: int, k: int, r
     torch.testing.assert_close(weight.double(), exact, rtol=3e-6, atol=1e-9)
     (right,) = torch.autograd.grad(exact, leaf, probe.double())
     torch.testing.assert_close(gradient.double(), right, rtol=2e-5, atol=1e-6)
-    assert not gradient[right == 0].any()
+    assert not gradient.scatter(-1, index, 0.0).any()
 
 
 @pytest.mark.parametrize("experts", [40, 200, 896])
@@ -92,16 +92,16 @@ def test_histogram_equals_torch_bitwise(tokens: int, experts: int, bins: int) ->
     logits, bias = case(tokens, experts)
     routing = router.route(logits, bias, 2)
     mask = torch.rand(tokens, device="cuda") < 0.5
-    assert select(routing.scores_NE).implementation == "triton"
+    assert select(routing.scores_NE, bins).implementation == "cuda"
     for valid in (None, mask):
         counts = []
-        for implementation in ("triton", "torch"):
+        for implementation in ("cuda", "triton", "torch"):
             balancer = QuantileHistogram(experts, 2, bins=bins)
             with force(implementation):
                 for _ in range(2):
                     balancer.observe(routing.scores_NE, routing.cutoff_N, valid, routing.counts(), bias)
             counts.append(balancer.count_EB)
-        assert counts[0].is_cuda and torch.equal(*counts)
+        assert counts[0].is_cuda and torch.equal(counts[0], counts[2]) and torch.equal(counts[1], counts[2])
 
 
 @pytest.mark.parametrize("name", sorted(BALANCERS))
@@ -120,6 +120,6 @@ def test_a_balancer_follows_its_model_to_another_device(name: str) -> None:
     torch.testing.assert_close(found, here.update(bias), rtol=1e-6, atol=1e-6)
     if name == "quantile":
         wide = [x.double() for x in (parts[0].scores_NE, parts[0].cutoff_N)]
-        assert select(wide[0]).implementation == "torch"
+        assert select(wide[0], 1000).implementation == "torch"
         here.observe(*wide, None, parts[0].counts(), bias)
         assert here.count_EB.is_cuda

@@ -16,19 +16,32 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 from perilune.ops.moe.balancer import Balancer, centred
+from perilune.ops.moe.cuda import histogram as cuda_histogram
 from perilune.ops.triton.available import choose as choose_triton
 
 
-def select(scores_NE: Tensor) -> Choice:
-    """Return which implementation accumulates the histogram for these scores, and why."""
+def select(scores_NE: Tensor, bins: int) -> Choice:
+    """Return which implementation accumulates a histogram of so many bins for these scores, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if wanted == "cuda" or wanted is None and scores_NE.is_cuda:
+        obstacle = _cuda_obstacle(scores_NE, bins)
+        if obstacle is None:
+            return Choice("cuda", "bins are summed in shared memory")
+        if wanted == "cuda":
+            return Choice("torch", f"cuda was asked for, but {obstacle}")
     if (choice := choose_triton(scores_NE)) is not None:
         if choice.implementation == "triton" and scores_NE.dtype != torch.float32:
-            return Choice("torch", "the histogram's kernel takes float32")
+            return Choice("torch", "the histogram's kernels take float32")
         return choice
     reason = native.why_not(scores_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: no [N, E] temporaries")
+
+
+def _cuda_obstacle(scores_NE: Tensor, bins: int) -> str | None:
+    if scores_NE.dtype != torch.float32 or torch.compiler.is_compiling():
+        return "the histogram's kernel takes float32, untraced"
+    return cuda_histogram.unavailable_reason(scores_NE, bins)
 
 
 class QuantileHistogram(Balancer):
@@ -62,17 +75,20 @@ class QuantileHistogram(Balancer):
     def bounds(self, bias_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (lower edge, bin width) of the histogram under this bias, as fp32 (fp64) scalars."""
         low = bias_E.min() - 1
-        return low, (bias_E.max() + 1 - low) / self.bins
+        # Divided by a tensor: by a number, torch on CUDA multiplies with a rounded inverse, and devices would disagree.
+        return low, (bias_E.max() + 1 - low) / torch.full_like(low, self.bins)
 
     def _add(self, scores_NE, cutoff_N, valid_N, counts_E, bias_E) -> None:
         if self.count_EB is None:
             shape = (self.num_experts, self.bins)
             self.count_EB = torch.zeros(shape, dtype=torch.int32, device=scores_NE.device)
             self.bias_E = bias_E.detach().to(scores_NE.device, copy=True)
-        implementation = select(scores_NE).implementation
-        if implementation == "triton":
-            from perilune.ops.moe.triton.histogram import histogram_add
-
+        implementation = select(scores_NE, self.bins).implementation
+        if implementation in ("cuda", "triton"):
+            if implementation == "cuda":
+                histogram_add = cuda_histogram.histogram_add
+            else:
+                from perilune.ops.moe.triton.histogram import histogram_add
             histogram_add(self.count_EB, scores_NE, cutoff_N, valid_N, self.bias_E.to(scores_NE.dtype))
             return
         low, width = self.bounds(self.bias_E.to(scores_NE.dtype))
