@@ -80,6 +80,13 @@ class DecodeGraphs:
         recording.graph.replay()
         return recording.logits_BZ.clone()  # the next replay writes there
 
+    def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
+        """The latest recording of so many rows; KeyError if there is none."""
+        for (batch, _), recording in reversed(self._recordings.items()):
+            if batch == rows:
+                return recording.graph
+        raise KeyError(f"no decode pass of {rows} rows was recorded")
+
     def _record(self, batch: int, width: int, ids_B: Sequence[int], rows: PagedRows) -> _Recording:
         """Record a pass. What runs before it, to compile, writes only what the pass itself will write again."""
         device = self.model.device

@@ -73,6 +73,16 @@ class ModelRunner:
         """A sequence has ended."""
         self._tables.drop(name)
 
+    def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
+        """The recording of a decode pass of so many rows that was made last: for measurements.
+
+        Raises:
+            KeyError: no such pass was recorded.
+        """
+        if self._graphs is None:
+            raise KeyError("decode passes of this model are not recorded")
+        return self._graphs.recorded(rows)
+
     def _decode(self, rows: Sequence[Row], scores: Scores) -> None:
         chunks = [row.chunk for row in rows]
         if self._graphs is None:

@@ -1,0 +1,115 @@
+"""Rows of decoding on a GPU through the serving engine: a step of a whole model, against the traffic of its weights and states.
+
+    python -m perilune.bench.gpu_generate [RESULTS.jsonl] [PRESET ...]
+
+Weights are random, which changes nothing in time but the experts' load. `ours_ms` is what a step takes at the client: forward
+pass, draw, reading of text; `extra` has the replay of the recorded pass alone. The bound is the least traffic at copy speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from perilune.bench.gpu_decode import report
+from perilune.bench.harness import Row, commit, copy_ceiling, device_name, versions
+from perilune.config.presets import preset
+from perilune.model import Transformer
+from perilune.model.cast import compute_in
+from perilune.model.latent_moe import Experts
+from perilune.serve.local_engine import LocalEngine
+from perilune.serve.request import SamplingParams
+from perilune.serve.settings import EngineSettings
+from perilune.tokenizer import ByteTokenizer
+
+BATCHES = (1, 8, 32)
+PROMPT, NEW, REPEATS = 64, 96, 5
+
+
+@torch.no_grad()
+def _engine(name: str) -> LocalEngine:
+    """An engine over random weights, drawn on the device: on the host a few billion numbers take minutes."""
+    with torch.device("cuda"):
+        model = Transformer(preset(name))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, model.cfg.init_range)
+        else:
+            parameter.fill_(0.5)
+    compute_in(model.eval(), torch.bfloat16)
+    return LocalEngine(model, ByteTokenizer(), name=name, settings=EngineSettings(cache_bytes=4 * 2**30))
+
+
+def step_bytes(model: Transformer, batch: int) -> float:
+    """Least traffic of a decode step: every dense weight once, each expert that some row chose, states both ways."""
+    moe, kda = model.cfg.moe, model.cfg.kda
+    assert moe is not None and kda is not None, "a K3-shaped model has experts and recurrent layers"
+    stacked = sum(p.nbytes for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
+    dense = sum(p.nbytes for p in model.parameters()) - stacked - model.embed.weight.nbytes
+    chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+    layers = sum(kind == "kda" for kind in model.cfg.layer_mixers)
+    states = 8 * layers * kda.num_heads * kda.value_dim * kda.head_dim
+    return dense + chosen * stacked + batch * states
+
+
+def _step_ms(engine: LocalEngine, batch: int, seed: int) -> float:
+    """Milliseconds a step: NEW tokens of `batch` prompts less one token of others of the same length."""
+    generator = torch.Generator().manual_seed(seed)
+    times = []
+    for tokens in (1, NEW):
+        prompts = torch.randint(0, 256, (batch, PROMPT), generator=generator).tolist()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in engine.complete(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)):
+            pass
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return (times[1] - times[0]) / (NEW - 1)
+
+
+def _replay_ms(engine: LocalEngine, batch: int) -> float:
+    """Milliseconds of the recorded pass of `batch` rows."""
+    graph = engine.core.runner.recorded(batch)
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def rows(name: str) -> Iterator[Row]:
+    """Rows of a preset, a batch each."""
+    engine = _engine(name)
+    model = engine.core.runner.model
+    size = sum(p.numel() for p in model.parameters()) / 1e9
+    for batch in BATCHES:
+        _step_ms(engine, batch, 0)  # compiles and records
+        times = [_step_ms(engine, batch, seed) for seed in range(1, REPEATS + 1)]
+        yield Row(
+            name=f"decode_{name}_b{batch}", shape=f"{name}, {size:.2f} B parameters, batch {batch}, prompt {PROMPT}, {NEW} new",
+            ours_ms=statistics.median(times), peer="", peer_ms=None, ratio=None,
+            bound_ms=1e3 * step_bytes(model, batch) / copy_ceiling("cuda"), device=device_name("cuda"), versions=versions(),
+            commit=commit(), ours_spread_ms=(min(times), max(times)), peer_spread_ms=None, samples=len(times),
+            extra={"replay_ms": _replay_ms(engine, batch)},
+        )  # fmt: skip
+    engine.close()
+
+
+if __name__ == "__main__":
+    results, *names = sys.argv[1:] or [""]
+    for preset_name in names or ("mini",):
+        for row in rows(preset_name):
+            report(row, Path(results) if results else None)
+            print(
+                f"   replay {1e3 * row.extra['replay_ms']:.0f} us, {1e3 / row.ours_ms:.0f} steps a second", flush=True
+            )
