@@ -15,12 +15,12 @@ from perilune.errors import ConfigError
 if TYPE_CHECKING:
     from perilune.bench.harness import Row
 
-SUITES = ("kernels", "train", "formats", "cache")
+SUITES = ("kernels", "train", "formats", "cache", "serve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """perilune bench {kernels,train,formats,cache}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
+    """perilune bench {kernels,train,formats,cache,serve}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
 
     Attributes:
         device: cpu | cuda.
@@ -29,6 +29,16 @@ class BenchFlags:
         experts: formats only: routed experts of a layer; more of them make a larger checkpoint.
         policies: cache only: retention policies to compare, dense | tail | turns | second-hit | interval:N, or joined by +;
             all = each of them and the default.
+        trace: serve only: chat | agent | shared | mix | burst | abort, or all.
+        url: serve only: a server that runs already; empty = one with random weights is started, and the same with a part
+            switched off as the peer.
+        api_key: serve only: of that server.
+        preset: serve only: of the model with random weights.
+        requests: serve only: of a trace.
+        rate: serve only: arrivals a second.
+        concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
+        seed: serve only: of the trace.
+        plots: serve only: folder for pictures and what they are made from; empty = none.
         budget: seconds after which no further row is begun; the next call goes on. 0 = all rows.
         results: .jsonl file to continue from and to append to; empty = benchmarks/results/SUITE-DEVICE.jsonl here.
         threads: CPU threads; 0 = all cores that this process may use.
@@ -40,6 +50,15 @@ class BenchFlags:
     peer: str = "transformers"
     experts: int = 8
     policies: tuple[str, ...] = ("all",)
+    trace: tuple[str, ...] = ("all",)
+    url: str = ""
+    api_key: str = ""
+    preset: str = "nano"
+    requests: int = 32
+    rate: float = 2.0
+    concurrency: int = 0
+    seed: int = 0
+    plots: Path | None = None
     budget: float = 0.0
     results: Path | None = None
     threads: int = 0
@@ -60,9 +79,32 @@ def _measure(suite: str, flags: BenchFlags, results: Path, on_row: Callable[[Row
         from perilune.bench import cache
 
         return cache.run(flags.device, budget, flags.policies, results=results, on_row=on_row)
+    if suite == "serve":
+        return _serve(flags, results, on_row)
     from perilune.bench import train
 
     return train.run(flags.device, budget, flags.peer, results=results, on_row=on_row)
+
+
+def _serve(flags: BenchFlags, results: Path, on_row: Callable[[Row], None]) -> list[Row]:
+    from perilune.bench import serve
+    from perilune.bench.serve_process import ServerPlan
+
+    scenarios = serve.SCENARIOS if flags.trace == ("all",) else flags.trace
+    load = serve.LoadPlan(
+        requests=flags.requests, rate=flags.rate, concurrency=flags.concurrency, seed=flags.seed
+    )  # fmt: skip
+    plan = ServerPlan(preset=flags.preset, dtype="bf16" if flags.device == "cuda" else "fp32", threads=flags.threads)
+    rows = serve.run(
+        flags.device, flags.budget or None, scenarios, load, plan, url=flags.url.rstrip("/"), key=flags.api_key,
+        results=results, details=flags.plots, on_row=on_row,
+    )  # fmt: skip
+    if flags.plots is not None:
+        from perilune.report.serving import draw
+
+        for path in draw(flags.plots, cache_rows=results.with_name(f"cache-{flags.device}.jsonl")):
+            print(path, file=sys.stderr)
+    return rows
 
 
 def run(args: list[str]) -> int:
@@ -95,6 +137,13 @@ def _line(row: Row) -> str:
         text += f"   bound {row.bound_ms:.3f} ms"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
+    if "p99_ms" in row.extra:
+        text += f"   p90 {row.extra['p90_ms']:.1f}, p99 {row.extra['p99_ms']:.1f} ms"
+    if "goodput_per_second" in row.extra:
+        text += (
+            f"   {row.extra['tokens_per_second']:.1f} tokens/s, {row.extra['goodput_per_second']:.2f} good requests/s"
+        )
+        text += f", {row.extra['hit_ratio']:.1%} of prompt tokens from the cache"
     if "saved_share" in row.extra:
         text += f"   saved {row.extra['saved_share']:.1%} of {row.extra['ideal_share']:.1%} prompt tokens"
         text += (

@@ -1,0 +1,287 @@
+"""`perilune bench serve`: a server under load, beside the same server without the part that is measured.
+
+| trace  | ours                    | peer                        | what is compared |
+| ------ | ----------------------- | --------------------------- | ---------------- |
+| chat, agent, shared, mix | prefix cache on | prefix cache off | time to first token, and the time of a token |
+| burst  | budgets for each class  | one queue for all           | time to first token of short requests; idle beside it |
+| abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything |
+
+All of these are our own engine with a part of it switched off: they say what the part is worth, not how other engines do.
+Every request counts from the moment at which the trace wanted it sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perilune.bench.harness import Row, append, commit, device_name, read, versions
+from perilune.bench.serve_load import Load, Record
+from perilune.bench.serve_process import ServerPlan, ServerProcess
+from perilune.bench.serve_traces import make_trace
+from perilune.errors import ConfigError
+
+SCENARIOS = ("chat", "agent", "shared", "mix", "burst", "abort")
+PERCENTILES = (50, 90, 99)
+FIRST_SECONDS = {"short": 1.0, "medium": 4.0, "long": 30.0}
+"""Service levels of time to first token; tests of a level are about the share of requests that keep it."""
+EACH_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """How much is asked.
+
+    Attributes:
+        requests: of a trace.
+        rate: arrivals a second.
+        concurrency: clients of a closed loop; 0 = open loop.
+        seed: of the trace.
+    """
+
+    requests: int = 32
+    rate: float = 2.0
+    concurrency: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """One run of a trace against one server.
+
+    Attributes:
+        records: what happened to each request.
+        seconds: from the first request to the last answer.
+        pages: (second, page counts by what they hold) while it ran.
+        events: the cache's own account of hits and misses.
+    """
+
+    records: list[Record]
+    seconds: float
+    pages: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[Record]:
+        """Answered requests of a class; "all" = of every class."""
+        return [one for one in self.records if one.status == 200 and kind in ("all", one.kind)]
+
+    def kinds(self) -> list[str]:
+        """Classes that have answers."""
+        return [kind for kind in ("short", "medium", "long") if self.of(kind)]
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of prompt tokens that were not run."""
+        answered = self.of("all")
+        return sum(one.cached_tokens for one in answered) / max(1, sum(one.prompt_tokens for one in answered))
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all answers, cut ones included."""
+        return sum(one.drawn for one in self.records)
+
+    def goodput(self) -> float:
+        """Requests a second that kept their service level."""
+        kept = [
+            one
+            for one in self.of("all")
+            if (one.first or 0.0) <= FIRST_SECONDS[one.kind] and (one.each or 0.0) <= EACH_SECONDS
+        ]
+        return len(kept) / self.seconds
+
+
+def run(
+    device: str,
+    budget: float | None,
+    scenarios: Sequence[str],
+    load: LoadPlan,
+    plan: ServerPlan,
+    *,
+    url: str = "",
+    key: str = "",
+    results: Path,
+    details: Path | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Measure scenarios that the results do not have yet.
+
+    Args:
+        device: cpu | cuda, of a server that is started here.
+        budget: seconds after which no further scenario is begun.
+        scenarios: of `SCENARIOS`.
+        load: how much is asked.
+        plan: the server that is started; not used with `url`.
+        url: of a server that runs already; it is measured alone, without a peer.
+        key: its API key.
+        results: .jsonl file of rows.
+        details: folder for one JSON file a scenario, from which pictures are made.
+        on_row: called with every new row.
+
+    Raises:
+        ConfigError: no such scenario.
+        CapacityError: no server answers.
+    """
+    for name in scenarios:
+        if name not in SCENARIOS:
+            raise ConfigError(f"there is no scenario {name!r}; there are: {', '.join(SCENARIOS)}")
+    began, rows = time.monotonic(), []
+    shape = f"{load.requests} requests, " + (f"{load.concurrency} clients" if load.concurrency else f"{load.rate:g}/s")
+    shape += f", {url or f'{plan.preset} {plan.dtype}, context {plan.context}'}, seed {load.seed}"
+    known = read(results) if results.exists() else []
+    for name in scenarios:
+        had = [
+            row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
+        ]
+        if had and not url:
+            rows += had
+            continue
+        if budget is not None and time.monotonic() - began > budget:
+            break
+        outcomes = _foreign(name, load, url, key) if url else _own(name, load, replace(plan, device=device))
+        if details is not None:
+            write_details(details / f"serve-{name}.json", name, shape, outcomes)
+        for row in rows_of(name, shape, device, outcomes):
+            append(results, row)
+            on_row(row)
+            rows.append(row)
+    return rows
+
+
+def _same(row: Row, device: str) -> bool:
+    return row.commit == commit() and not row.commit.endswith("+") and row.device == device_name(device)
+
+
+def _own(name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
+    """Outcomes of ours and of the peer, each on a server of its own that is started for it."""
+
+    def settings(**more: Any) -> ServerPlan:
+        return replace(plan, settings=(*plan.settings, *more.items()))
+
+    if name == "burst":
+        return {
+            "budgets for each class": _serve(plan, "burst", load),
+            "one queue": _serve(settings(classes=()), "burst", load),
+            "idle": _serve(plan, "idle", load),
+        }
+    if name == "abort":
+        return {"a tenth leaves": _serve(plan, "chat", load, abort=0.1), "nobody leaves": _serve(plan, "chat", load)}
+    return {
+        "prefix cache": _serve(plan, name, load),
+        "no prefix cache": _serve(settings(prefix_cache=False), name, load),
+    }
+
+
+def _serve(plan: ServerPlan, trace: str, load: LoadPlan, *, abort: float = 0.0) -> Outcome:
+    with ServerProcess(plan) as server:
+        return asyncio.run(drive(server.url, trace, load, abort=abort, admin_url=server.admin_url))
+
+
+def _foreign(name: str, load: LoadPlan, url: str, key: str) -> dict[str, Outcome]:
+    trace, abort = ("chat", 0.1) if name == "abort" else (name, 0.0)
+    return {"server": asyncio.run(drive(url, trace, load, abort=abort, key=key))}
+
+
+async def drive(
+    url: str, trace: str, load: LoadPlan, *, abort: float = 0.0, key: str = "", admin_url: str | None = None
+) -> Outcome:
+    """Run a trace against a server; with an admin port, watch its pages meanwhile."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(headers=headers, timeout=60) as client:
+        card = (await client.get(url + "/v1/models")).json()["data"][0]
+        context = card.get("max_model_len", 8192)
+        warm = {"model": card["id"], "prompt": [1, 2, 3], "max_tokens": 4}
+        await client.post(url + "/v1/completions", json=warm)
+        asks = make_trace(trace, load.requests, load.rate, seed=load.seed, context=context, vocabulary=256, abort=abort)
+        runner = Load(asks, url, model=card["id"], context=context, key=key, concurrency=load.concurrency)
+        pages: list[tuple[float, list[dict[str, Any]]]] = []
+        began = time.perf_counter()
+
+        async def watch() -> None:
+            while True:
+                body = (await client.get(f"{admin_url}/admin/cache/pages")).json()
+                pages.append((time.perf_counter() - began, body["pages"]))
+                await asyncio.sleep(max(0.25, load.requests / load.rate / 40))
+
+        watcher = asyncio.create_task(watch()) if admin_url else None
+        records = await runner.run()
+        seconds = time.perf_counter() - began
+        if watcher is None:
+            return Outcome(records, seconds)
+        watcher.cancel()
+        events = (await client.get(f"{admin_url}/admin/cache/timeline")).json()["events"]
+        return Outcome(records, seconds, pages, events)
+
+
+def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
+    """Rows of one scenario: ours is the first outcome, the peer the second."""
+    (_, ours), *others = outcomes.items()
+    peer_name, peer = others[0] if others else ("", None)
+
+    def row(metric: str, kind: str, take: Callable[[Outcome], list[float]], extra: dict[str, float]) -> Row | None:
+        mine, theirs = take(ours), take(peer) if peer else []
+        if not mine:
+            return None
+        ms, peer_ms = 1e3 * statistics.median(mine), 1e3 * statistics.median(theirs) if theirs else None
+        return Row(
+            name=f"serve_{name}_{metric}_{kind}", shape=shape, ours_ms=ms, peer=peer_name if theirs else "",
+            peer_ms=peer_ms, ratio=None if peer_ms is None else peer_ms / ms, bound_ms=None, device=device_name(device),
+            versions=versions(), commit=commit(), ours_spread_ms=(1e3 * min(mine), 1e3 * max(mine)),
+            peer_spread_ms=(1e3 * min(theirs), 1e3 * max(theirs)) if theirs else None, samples=len(mine),
+            extra=extra | _percentiles(mine, "") | _percentiles(theirs, "peer_"),
+        )  # fmt: skip
+
+    rows: list[Row | None] = []
+    for kind in ours.kinds():
+        idle = outcomes.get("idle")
+        extra = _percentiles(_firsts(idle, kind), "idle_") if idle else {}
+        rows.append(row("ttft", kind, lambda one, kind=kind: _firsts(one, kind), extra))
+        rows.append(row("tpot", kind, lambda one, kind=kind: [r.each for r in one.of(kind) if r.each is not None], {}))
+    whole = {
+        "requests_per_second": len(ours.of("all")) / ours.seconds, "tokens_per_second": ours.drawn / ours.seconds,
+        "goodput_per_second": ours.goodput(), "hit_ratio": ours.hit_ratio,
+        "refused": float(sum(one.status not in (200, 499) for one in ours.records)),
+        "left": float(sum(one.status == 499 for one in ours.records)),
+    }  # fmt: skip
+    if peer:
+        whole |= {"peer_hit_ratio": peer.hit_ratio, "peer_goodput_per_second": peer.goodput(),
+                  "peer_tokens_per_second": peer.drawn / peer.seconds}  # fmt: skip
+    rows.append(row("token", "all", lambda one: [one.seconds / max(1, one.drawn)], whole))
+    return [one for one in rows if one is not None]
+
+
+def _firsts(outcome: Outcome, kind: str) -> list[float]:
+    return [one.first for one in outcome.of(kind) if one.first is not None]
+
+
+def _percentiles(seconds: Sequence[float], prefix: str) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {f"{prefix}p{p}_ms": 1e3 * float(np.percentile(seconds, p)) for p in PERCENTILES}
+
+
+def write_details(path: Path, name: str, shape: str, outcomes: Mapping[str, Outcome]) -> None:
+    """Everything that pictures need, as one JSON file."""
+    value = {
+        "scenario": name, "shape": shape,
+        "outcomes": {
+            label: {
+                "seconds": one.seconds, "requests": [record.to_json() for record in one.records],
+                "events": one.events, "pages": [{"at": at, "pages": pages} for at, pages in one.pages],
+            }
+            for label, one in outcomes.items()
+        },
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,111 @@
+"""A server over random weights in a process of its own, so that its clients do not share its interpreter.
+
+`python -m perilune.bench.serve_process '{"preset": "tiny", …}'` prints its addresses as one JSON line, and serves until
+its standard input is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perilune.errors import CapacityError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """What is served.
+
+    Attributes:
+        preset: of the model, whose weights are random.
+        device: cpu | cuda.
+        dtype: fp32 | bf16.
+        context: most tokens of a prompt and its answer.
+        threads: CPU threads; 0 = as torch likes.
+        settings: of the engine, see `EngineSettings`.
+        max_waiting: requests that may wait or run.
+    """
+
+    preset: str = "nano"
+    device: str = "cpu"
+    dtype: str = "fp32"
+    context: int = 8192
+    threads: int = 0
+    max_waiting: int = 1024
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+class ServerProcess:
+    """A running server; leaving the context ends it.
+
+    Attributes:
+        url, admin_url: where it listens.
+    """
+
+    def __init__(self, plan: ServerPlan) -> None:
+        command = [sys.executable, "-m", "perilune.bench.serve_process", json.dumps(asdict(plan))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.__exit__()
+            raise CapacityError("the server did not start; its messages are above")
+        addresses = json.loads(line)
+        self.url, self.admin_url = addresses["url"], addresses["admin_url"]
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def main(plan: ServerPlan) -> None:
+    """Serve until standard input is closed."""
+    import torch
+
+    from perilune.config.presets import preset
+    from perilune.model import Transformer, init_weights
+    from perilune.serve.api import Endpoint, Limits, serve
+    from perilune.serve.local_engine import LocalEngine
+    from perilune.serve.settings import EngineSettings
+    from perilune.tokenizer import ByteTokenizer
+
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    model = init_weights(Transformer(preset(plan.preset)).to(plan.device), 0)
+    model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype]
+    settings = EngineSettings(**dict(plan.settings))
+    engine = LocalEngine(model, ByteTokenizer(), name=plan.preset, context_length=plan.context, settings=settings)
+
+    def until_closed() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def ready(url: str, admin_url: str | None) -> None:
+        print(json.dumps({"url": url, "admin_url": admin_url}), flush=True)
+        threading.Thread(target=until_closed, daemon=True).start()
+
+    endpoint = Endpoint(port=0, admin_port=0, drain_seconds=0.0)
+    serve(engine, endpoint, limits=Limits(waiting=plan.max_waiting), on_ready=ready)
+    engine.close()
+
+
+if __name__ == "__main__":
+    values = json.loads(sys.argv[1])
+    values["settings"] = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in values["settings"])  # fmt: skip
+    main(ServerPlan(**values))
