@@ -37,14 +37,6 @@ KERNEL(THREADS, 1) backward(
         const int chunk = program / heads;
         return Chunk{program, program % heads, chunks[2 * chunk], chunks[2 * chunk + 1]};
     };
-    const auto ask_rows = [&](const Chunk& x) {
-        if (x.program < programs) {
-            fetch_rows<K>(m.q, q + (i64)x.start * q_token + (i64)(x.head / group) * q_head, q_token, x.count);
-            fetch_rows<K>(m.k, k + (i64)x.start * k_token + (i64)(x.head / group) * k_head, k_token, x.count);
-            fetch_rows<K>(m.g, g + (i64)x.start * g_token + (i64)x.head * g_head, g_token, x.count);
-        }
-        copy_commit();
-    };
     const auto ask_first = [&](const Chunk& x) {
         if (x.program < programs) {
             fetch_rows<V>(m.d_o, d_o + (i64)x.start * do_token + (i64)x.head * do_head, do_token, x.count);
@@ -55,13 +47,30 @@ KERNEL(THREADS, 1) backward(
     };
     const auto ask_second = [&](const Chunk& x) {
         if (x.program < programs) {
+            fetch_rows<K>(m.q, q + (i64)x.start * q_token + (i64)(x.head / group) * q_head, q_token, x.count);
+            fetch_rows<K>(m.k, k + (i64)x.start * k_token + (i64)(x.head / group) * k_head, k_token, x.count);
+            fetch_rows<K>(m.g, g + (i64)x.start * g_token + (i64)x.head * g_head, g_token, x.count);
+        }
+        copy_commit();
+        if (x.program < programs) {
             fetch_rows<V>(m.u, U + (i64)x.program * (CHUNK * V), V, CHUNK);
             fetch_state(m.ds, dS + (i64)x.program * (V * K));
         }
         copy_commit();
     };
+    // What the last step left of A_log's and dt_bias's gradients.
+    const auto put_sums = [&](int program) {
+        const int thread = threadIdx.x;
+        if (HAS_BIAS && thread < K)
+            bias_part[(i64)program * K + thread] = m.bias[0][thread] + m.bias[1][thread] + m.bias[2][thread] + m.bias[3][thread];
+        if (HAS_A && thread == 0) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) sum += m.rate[i];
+            rate_part[program] = sum;
+        }
+    };
     Chunk chunk = chunk_of(blockIdx.x);
-    ask_rows(chunk);
     ask_first(chunk);
     ask_second(chunk);
 
@@ -71,15 +80,18 @@ KERNEL(THREADS, 1) backward(
         const auto out = [&](const Place& p, int h) { return ((i64)(start + p.row + h) * heads + head) * K + 32 * p.w; };
         Own own;
 
-        copy_wait<2>();
+        // Factors, and q and k as operands.
+        copy_wait<1>();
         sync_threads();
         if (threadIdx.x == 0) m.next = chunk_of(program + gridDim.x);
+        if (program != blockIdx.x) put_sums(program - gridDim.x);
         factors(m, own, dt_bias + head * K, rate, lower_bound, shift, count);
+        sync_rows(here());
+        operands(m, own, scale, shift);
         copy_wait<0>();
         sync_threads();
-        ask_rows(m.next);
 
-        key_operands(m, own, shift);
+        // Products that need no factors.
 #pragma unroll 1
         for (int i = here().warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
             const int rows = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3;
@@ -94,6 +106,7 @@ KERNEL(THREADS, 1) backward(
         sync_threads();
         ask_first(m.next);
 
+        // Where q and k read.
         reads(m, d_q, d_k, shift);
         {
             const Place p = here();
@@ -116,23 +129,23 @@ KERNEL(THREADS, 1) backward(
                     }
             }
             put_along(m.along[0], along, p);
-        }
-        sync_threads();
-        {
-            const Place p = here();
+            if (L2) sync_rows(p);
             through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
 #pragma unroll
             for (int h = 0; h < 2; h++) store_row(dq + out(p, h), d_q, h, p.lane, p.row + h < count);
         }
-        query_operands(m, own, scale);
-        float d_key[4][4] = {};
-        through_state(d_key, m.u, m.ds, here());
-        tail(m, d_key, own, shift);
-        sync_threads();
-        ask_second(m.next);
 
+        // Where k writes.
+        float down[4][4], d_key[4][4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) down[j][i] = reciprocal(own.up[j][i]);
+        through_state(d_key, m.u, m.ds, here());
+        tail(m, d_key, own, down, shift);
         writes(m, d_key, shift);
         float after[4][2];  // sums of dG over the rows of the block after this thread's
+        u32 logits[2][4];
         {
             const Place p = here();
             float along[2] = {};
@@ -140,15 +153,18 @@ KERNEL(THREADS, 1) backward(
             for (int h = 0; h < 2; h++) {
                 const float k_rstd = m.k_rstd[p.row + h];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < 4; j++) {
+                    logits[h][j] = *(const u32*)(m.g + own_at(p, h, j));
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
-                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * k_rstd * reciprocal(own.up[j][i]);
+                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * k_rstd * down[j][i];
                         d_G[j][i] = fmaf(-k_raw, d, d_G[j][i]);
                         d_k[j][i] += d;
                         along[h] = fmaf(d_k[j][i], k_raw, along[h]);
                     }
+                }
             }
+            put_along(m.along[1], along, p);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float sum[2];
@@ -159,32 +175,21 @@ KERNEL(THREADS, 1) backward(
                 }
                 if (p.r == 0) *(float2*)&m.after[p.block][p.channel(j)] = make_float2(sum[0], sum[1]);
             }
-            put_along(m.along[1], along, p);
         }
         sync_threads();
+        ask_second(m.next);
+
+        // Through the L2 norm and the gate.
         const Place p = here();
         through_norm(d_k, own.k, m.k_rstd, m.along[1], p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dk + out(p, h), d_k, h, p.lane, p.row + h < count);
-        // The logits once more, most likely from the L2 cache.
-        const bf16* logits = g + (i64)(start + p.row) * g_token + (i64)head * g_head;
-        const float d_rate = through_gate(m, d_G, after, logits, g_token, dt_bias + head * K, rate, lower_bound, count, p);
+        through_gate(m, d_G, after, logits, dt_bias + head * K, rate, lower_bound, count, p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dz + out(p, h), d_G, h, p.lane, p.row + h < count);
         chunk = m.next;
-        if (HAS_A && p.lane == 0) m.rate[p.warp] = d_rate;
-        if (HAS_A || HAS_BIAS) {
-            sync_threads();
-            const int thread = threadIdx.x;
-            if (HAS_BIAS && thread < K)
-                bias_part[(i64)program * K + thread] = m.bias[0][thread] + m.bias[1][thread] + m.bias[2][thread] + m.bias[3][thread];
-            if (HAS_A && thread == 0) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = 0; i < WARPS; i++) sum += m.rate[i];
-                rate_part[program] = sum;
-            }
-        }
     }
     copy_wait<0>();
+    sync_threads();
+    if (blockIdx.x < programs) put_sums(chunk.program - gridDim.x);
 }

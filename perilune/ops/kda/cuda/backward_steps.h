@@ -27,11 +27,11 @@ struct Chunk {
 };
 
 struct Shared {
-    u8 q[ROWS_K], k[ROWS_K], g[ROWS_K];
+    u8 q[ROWS_K], k[ROWS_K];  // raw, then q up and -k up
+    u8 g[ROWS_K];
     u8 d_o[ROWS_V], e[ROWS_V], u[ROWS_V];
     u8 s[STATE], ds[STATE];
-    u8 near[ROWS_K];  // k / up, later q up
-    u8 far[ROWS_K];   // k to, later -k up
+    u8 near[ROWS_K], far[ROWS_K];  // k / up and k to
     u8 dp[SQUARE], eu[SQUARE];
     float decay[BLOCKS][K];                // 2^(log-decay of a block of rows)
     float after[BLOCKS][K];                // sums over a block of dG
@@ -215,46 +215,30 @@ DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, flo
         }
 }
 
-// Norms, and the keys as operands.
-DEVICE void key_operands(Shared& m, const Own& own, float shift) {
+// Norms, and q and k as operands: k / up and k to, and over the raw ones q up and -k up.
+DEVICE void operands(Shared& m, const Own& own, float scale, float shift) {
     const Place p = here();
-    float step[2], k_rstd[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        step[h] = exp2_fast(shift * (2 * p.r + 1 + h));
+        const float step = exp2_fast(shift * (2 * p.r + 1 + h));
         const float q_rstd = L2 ? rsqrt_fast(total(m.squares[0][p.row + h]) + 1e-6f) : 1.0f;
-        k_rstd[h] = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
+        const float k_rstd = L2 ? rsqrt_fast(total(m.squares[1][p.row + h]) + 1e-6f) : 1.0f;
         if (p.c == 0 && p.w == 0) {
             m.q_rstd[p.row + h] = q_rstd;
-            m.k_rstd[p.row + h] = k_rstd[h];
+            m.k_rstd[p.row + h] = k_rstd;
         }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int at = own_at(p, h, j), i = 2 * h;
-            const float a = own.k_at(j, i) * k_rstd[h] * reciprocal(own.up[j][i]);
-            const float b = own.k_at(j, i + 1) * k_rstd[h] * reciprocal(own.up[j][i + 1]);
-            *(u32*)(m.near + at) = pack(a, b);
-            *(u32*)(m.far + at) = pack(a * f.x * step[h], b * f.y * step[h]);
-        }
-    }
-}
-
-// Queries and keys where they read, as operands.
-DEVICE void query_operands(Shared& m, const Own& own, float scale) {
-    const Place p = here();
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+            const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
             const int at = own_at(p, h, j), i = 2 * h;
-            const float one = own.up[j][i], two = own.up[j][i + 1];
-            *(u32*)(m.near + at) = pack(own.q_at(j, i) * of_q * one, own.q_at(j, i + 1) * of_q * two);
-            *(u32*)(m.far + at) = pack(own.k_at(j, i) * of_k * one, own.k_at(j, i + 1) * of_k * two);
+            const float up[2] = {own.up[j][i], own.up[j][i + 1]};
+            const float unit[2] = {own.k_at(j, i) * k_rstd, own.k_at(j, i + 1) * k_rstd};
+            const float near[2] = {unit[0] * reciprocal(up[0]), unit[1] * reciprocal(up[1])};
+            *(u32*)(m.near + at) = pack(near[0], near[1]);
+            *(u32*)(m.far + at) = pack(near[0] * f.x * step, near[1] * f.y * step);
+            *(u32*)(m.k + at) = pack(-unit[0] * up[0], -unit[1] * up[1]);
+            const float of_q = scale * q_rstd;
+            *(u32*)(m.q + at) = pack(own.q_at(j, i) * of_q * up[0], own.q_at(j, i + 1) * of_q * up[1]);
         }
     }
 }
@@ -283,7 +267,7 @@ DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift
 }
 
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
-DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float shift) {
+DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, const float (&down)[4][4], float shift) {
     const Place p = here();
     float rows[2];
 #pragma unroll
@@ -301,8 +285,8 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, float sh
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const float factor = e ? f.y : f.x;  // before 1 / up: the product of the other two may pass the range
-            const float a = d_key[j][e] * rows[0] * factor * reciprocal(own.up[j][e]);
-            const float b = d_key[j][2 + e] * rows[1] * factor * reciprocal(own.up[j][2 + e]);
+            const float a = d_key[j][e] * rows[0] * factor * down[j][e];
+            const float b = d_key[j][2 + e] * rows[1] * factor * down[j][2 + e];
             sum[j][e] = fmaf(a, own.k_at(j, e), b * own.k_at(j, 2 + e));
         }
     }
@@ -319,17 +303,17 @@ DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
     for (int i = BLOCKS - 1; i > p.block; i--) {
         scale_columns(d_key, m.decay[i], p);
         load_matrices_transposed(a, m.dp + at + i * (32 * CHUNK));
-        add_products(d_key, a, m.near + i * (32 * K), right);
+        add_products(d_key, a, m.q + i * (32 * K), right);
         load_matrices_transposed(a, m.eu + at + i * (32 * CHUNK));
-        add_products(d_key, a, m.far + i * (32 * K), right);
+        add_products(d_key, a, m.k + i * (32 * K), right);
     }
     const float step[2] = {exp2_fast(shift * (2 * p.r + 1)), exp2_fast(shift * (2 * p.r + 2))};
     scale_rows(d_key, step);
     scale_columns(d_key, m.decay[p.block], p);
     load_matrices_transposed(a, m.dp + at + p.block * (32 * CHUNK));
-    add_products(d_key, a, m.near + p.block * (32 * K), right);
+    add_products(d_key, a, m.q + p.block * (32 * K), right);
     load_matrices_transposed(a, m.eu + at + p.block * (32 * CHUNK));
-    add_products(d_key, a, m.far + p.block * (32 * K), right);
+    add_products(d_key, a, m.k + p.block * (32 * K), right);
 }
 
 // Sums over rows of products of a gradient with its own vector, for the L2 norm.
@@ -358,16 +342,11 @@ DEVICE void through_norm(
 }
 
 // Through the gate. d_G: gradients of cumulative log-decays; becomes those of the logits. after: sums of it over the rows
-// of the block after this thread's. logits: this thread's first row. Returns the warp's part of A_log's gradient.
-DEVICE float through_gate(
-    Shared& m, float (&d_G)[4][4], float (&after)[4][2], const bf16* logits, int g_token, const float* head_bias, float rate,
+// of the block after this thread's.
+DEVICE void through_gate(
+    Shared& m, float (&d_G)[4][4], float (&after)[4][2], const u32 (&logits)[2][4], const float* head_bias, float rate,
     float lower_bound, int count, const Place& p
 ) {
-    u32 z[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) z[h][j] = p.row + h < count ? *(const u32*)(logits + (i64)h * g_token + p.channel(j)) : 0;
     float d_rate = 0.0f, d_bias[4][2] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -392,7 +371,7 @@ DEVICE float through_gate(
             const float sums[2] = {later + d_G[j][e] + all, later + all};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float x = half_of(z[h][j], e) + (e ? bias.y : bias.x);
+                const float x = half_of(logits[h][j], e) + (e ? bias.y : bias.x);
                 const float s = reciprocal(1.0f + exp2_fast(-LOG2E * rate * x));
                 const float d = p.row + h < count ? sums[h] * (lower_bound * rate) * s * (1.0f - s) : 0.0f;
                 d_G[j][2 * h + e] = d;
@@ -405,8 +384,9 @@ DEVICE float through_gate(
         const float one = column_sum(d_bias, p.lane);
         m.bias[p.block][column_of(p.w, p.lane)] = one;
     }
-    if (HAS_A)
+    if (HAS_A) {
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) d_rate += shuffle_xor(d_rate, mask);
-    return d_rate;
+        if (p.lane == 0) m.rate[p.warp] = d_rate;
+    }
 }

@@ -37,6 +37,9 @@ DEVICE Place here() {
     return {lane, warp, block, warp % WIDTH, r, lane & 3, 16 * block + 2 * r};
 }
 
+// Wait for the warps of the same rows.
+DEVICE void sync_rows(const Place& p) { barrier_sync(1 + p.block, 32 * WIDTH); }
+
 // Byte of piece `piece` of a row in a tile of 64 rows of D numbers; the same for a state, whose rows are value channels.
 template <int D> DEVICE int row_at(int row, int piece) { return row * (2 * D) + ((piece ^ ((row >> 1) & 7)) << 4); }
 DEVICE int state_at(int row, int piece) { return row * (2 * K) + ((piece ^ (row & 7)) << 4); }
