@@ -17,6 +17,7 @@ from typing import Any
 
 from perilune.config.parse import from_dict, to_dict
 from perilune.errors import SandboxError
+from perilune.sandbox import template
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.drivers import driver as make_driver
 from perilune.sandbox.guest import linux
@@ -101,7 +102,7 @@ class Sandboxes:
         spec = from_dict(Spec, snapshot.spec)
         now = driver.template_hash(spec)
         if snapshot.template_hash != now:
-            raise Mismatch("template_hash", snapshot.template_hash, now, what)
+            raise Mismatch(*template.first_difference(snapshot.template_hash, now), what)
         return snapshot
 
     def saved(self) -> list[dict[str, Any]]:

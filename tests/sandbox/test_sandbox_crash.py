@@ -15,12 +15,11 @@ from perilune.errors import SandboxError
 from perilune.sandbox import Limits, Sandboxes, Spec
 from perilune.sandbox.drivers.cgroup import Group, _own_folders
 
+TESTED_DRIVERS = ("proc",)
 OWNER = """
 import sys
 from pathlib import Path
 from perilune.sandbox import Limits, Sandboxes, Spec
-
-TESTED_DRIVERS = ("proc",)
 sandboxes = Sandboxes(Path(sys.argv[1]), sync="none")
 box = sandboxes.create(Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20), changes="disk"), driver=sys.argv[2], name="victim")
 """
