@@ -67,7 +67,7 @@ def pair(cfg: ModelConfig = SHAPE, seed: int = 0, device: str = "cpu") -> tuple[
 
     Raises:
         ConfigError: no peer is installed.
-        AssertionError: the logits disagree by more than 1e-4 of their spread (on a GPU, in bfloat16: by more than 2 % on
+        AssertionError: the logits disagree by more than 1e-4 of their spread (on a GPU, in bfloat16: by more than 10 % on
             average).
     """
     transformers = import_peer()
@@ -93,7 +93,7 @@ def cross_check(ours: Transformer, theirs: Any) -> float:
         ours.compute_dtype = torch.bfloat16
         with torch.autocast("cuda", torch.bfloat16):
             b = theirs.eval()(ids, use_cache=False).logits.float()
-        error, limit = float((ours.eval()(ids).logits_BTZ - b).abs().mean() / b.std()), 2e-2
+        error, limit = float((ours.eval()(ids).logits_BTZ - b).abs().mean() / b.std()), 1e-1
     else:
         a, b = ours.eval()(ids).logits_BTZ, theirs.eval()(ids, use_cache=False).logits.float()
         error, limit = float((a - b).abs().max() / b.std()), 1e-4
