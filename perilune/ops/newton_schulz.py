@@ -4,6 +4,11 @@
 
 drives the singular values of M to about 1 (0.7 to 1.2 with these coefficients) and keeps its singular vectors, with
 matrix products only. A tall matrix is transposed first, so that A has the smaller side.
+
+All factors are polynomials of the first A and commute. On a GPU much longer matrices take this form, in which only the first
+and the last product have the long side (A in fp32: what is small in it counts, as the steps make it large):
+
+    A = X X^T;   5 times:  P = a + b A + c A^2,  Q = P Q,  A = P^2 A;   X = Q X
 """
 
 from __future__ import annotations
@@ -19,8 +24,7 @@ from perilune.ops.native.build import load, unavailable_reason
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NORM_FLOOR = 1e-7  # a zero matrix (no gradient, or a shard of padding) stays zero instead of becoming 0/0
-
-
+GRAM_RATIO = 32  # long side over short from which the form on Gram matrices is faster on a GPU: its products are fp32
 BATCHED_SIDE = 512  # from this smaller side on, one product keeps all cores busy and there is nothing to gain
 
 
@@ -67,12 +71,33 @@ def newton_schulz(
     x = x.reshape(-1, *x.shape[-2:])
     if select(x, x.dtype).implementation == "native":
         x = _native(x.contiguous(), steps, coefficients)
+    elif steps and x.is_cuda and x.shape[2] >= GRAM_RATIO * x.shape[1]:
+        x = gram_form(x, steps, coefficients)
     else:
         for _ in range(steps):
             gram = torch.bmm(x, x.mT)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.view(*lead, *x.shape[-2:]).to(x_MN.dtype)
     return x.mT if tall else x
+
+
+def gram_form(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """All steps, at least one, on matrices M <= N of norm 1 at most, by polynomials of their Gram matrices in fp32 (fp64)."""
+    a, b, c = coefficients
+    if x_BMN.is_cuda and x_BMN.dtype.itemsize == 2:
+        gram = torch.bmm(x_BMN, x_BMN.mT, out_dtype=torch.float32)
+    else:
+        wide = x_BMN.to(torch.promote_types(x_BMN.dtype, torch.float32))
+        gram = torch.bmm(wide, wide.mT)
+    eye = a * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    product = None
+    for step in range(steps):
+        factor = torch.baddbmm(torch.add(eye, gram, alpha=b), gram, gram, alpha=c)
+        product = factor if product is None else torch.bmm(factor, product)
+        if step < steps - 1:
+            gram = torch.bmm(factor, torch.bmm(factor, gram))
+    assert product is not None, "no steps"
+    return torch.bmm(product.to(x_BMN.dtype), x_BMN)
 
 
 def _native(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from perilune.ops.choice import force
-from perilune.ops.newton_schulz import COEFFICIENTS, newton_schulz, select
+from perilune.ops.newton_schulz import COEFFICIENTS, gram_form, newton_schulz, select
 
 
 def random(*shape, dtype=torch.float32):
@@ -80,3 +80,20 @@ def test_native_equals_torch_and_leaves_the_input_alone(shape, steps):
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
     assert torch.equal(x, kept)
     assert select(x, torch.bfloat16).implementation == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("least", [0.3, 1e-2, 1e-4])
+def test_the_form_on_gram_matrices_equals_the_iteration(dtype, least):
+    """Singular values over several orders of magnitude; bfloat16 may cost as much as in the plain iteration, not more than twice."""
+    u = torch.linalg.qr(random(3, 12, 12, dtype=torch.float64))[0]
+    v = torch.linalg.qr(random(3, 80, 12, dtype=torch.float64))[0]
+    x = u * torch.logspace(0, float(torch.tensor(least).log10()), 12, dtype=torch.float64) @ v.mT
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    x[2] = 0
+    exact = newton_schulz(x)
+    found = (gram_form(x.to(dtype), 5, COEFFICIENTS).double() - exact).norm() / exact.norm()
+    limit = {torch.float64: 1e-8, torch.float32: 1e-3}.get(dtype)
+    if limit is None:
+        limit = 2 * (newton_schulz(x.float(), dtype=dtype).double() - exact).norm() / exact.norm()
+    assert found < limit
