@@ -87,7 +87,9 @@ KERNEL(THREADS, 1) backward(
         if (program != blockIdx.x) put_sums(program - gridDim.x);
         factors(m, own, dt_bias + head * K, rate, lower_bound, shift, count);
         sync_rows(here());
+        own.stay_packed();
         operands(m, own, scale, shift);
+        own.stay_packed();
         copy_wait<0>();
         sync_threads();
 
@@ -128,6 +130,7 @@ KERNEL(THREADS, 1) backward(
                         along[h] = fmaf(d_q[j][i], q_raw, along[h]);
                     }
             }
+            own.stay_packed();
             put_along(m.along[0], along, p);
             if (L2) sync_rows(p);
             through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
@@ -136,6 +139,7 @@ KERNEL(THREADS, 1) backward(
         }
 
         // Where k writes.
+        own.stay_packed();
         float down[4][4], d_key[4][4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -176,6 +180,7 @@ KERNEL(THREADS, 1) backward(
                 if (p.r == 0) *(float2*)&m.after[p.block][p.channel(j)] = make_float2(sum[0], sum[1]);
             }
         }
+        own.stay_packed();
         sync_threads();
         ask_second(m.next);
 

@@ -87,6 +87,16 @@ DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two)
 struct Own {
     u32 q[2][4], k[2][4];
     float up[4][4];
+    // Forget what was unpacked: the compiler would keep those floats for the next step, in twice the registers.
+    __device__ __forceinline__ void stay_packed() {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                q[h][j] = opaque(q[h][j]);
+                k[h][j] = opaque(k[h][j]);
+            }
+    }
     __device__ __forceinline__ float q_at(int j, int i) const { return half_of(q[i >> 1][j], i & 1); }
     __device__ __forceinline__ float k_at(int j, int i) const { return half_of(k[i >> 1][j], i & 1); }
 };
