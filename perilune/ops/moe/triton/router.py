@@ -28,12 +28,19 @@ LARGEST_K = 31  # k + 1 groups are needed for the bound
 WARP = 1024  # keys a warp
 _LOWEST = tl.constexpr(-(2**31))
 _NOTHING = tl.constexpr(-(2**63))
+_ANYTHING = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
 def _ordered(bits):
     """A float's bits as an integer of the same order; its own inverse."""
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _numbered(key, expert):
+    """The key above, the expert's number counted down below: distinct, and equal scores go to the lower expert."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)
 
 
 @triton.jit
@@ -58,19 +65,18 @@ def _route_kernel(
     tl.store(scores + token * experts + at, score, inside)
     biased = score + tl.load(bias + at, inside, 0.0)
     key = tl.where(inside, _ordered(biased.to(tl.int32, bitcast=True)), _LOWEST)
-    numbered = (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
     reached = inside
     if BE > LIMIT:
         reached = inside & (key >= _bound(key, K, BE))
     found = tl.sum(reached.to(tl.int32), 0)
     if found <= LIMIT:
-        tl.store(scratch + tl.cumsum(reached.to(tl.int32), 0) - 1, numbered, reached)
+        tl.store(scratch + tl.cumsum(reached.to(tl.int32), 0) - 1, _numbered(key, at), reached)
     else:
-        left = tl.where(inside, numbered, _NOTHING)
-        for place in range(K + 1):
-            largest = tl.max(left, 0)
+        largest = tl.zeros([], tl.int64) + _ANYTHING
+        for place in range(K + 1):  # made anew in each round: these numbers take twice the registers of the keys
+            numbered = _numbered(key, at)
+            largest = tl.max(tl.where(inside & (numbered < largest), numbered, _NOTHING), 0)
             tl.store(scratch + place, largest)
-            left = tl.where(left == largest, _NOTHING, left)
         found = tl.minimum(found, K + 1)
     tl.debug_barrier()
     slot = tl.arange(0, LIMIT)
