@@ -79,6 +79,7 @@ class Scheduler:
         self._arrivals = 0
         self._overtaken: dict[str, int] = {}
         self._under_way: deque[Plan] = deque()
+        self._planned: set[str] = set()  # sequences that get tokens in the step that is being planned
 
     # ---- sequences come and go
 
@@ -159,6 +160,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step; None if nothing can be computed now."""
         step = self.cache.begin_step()
+        self._planned.clear()
         decode = self._plan_decoding(step)
         prefill = self._plan_prompts(step, self.limits.step_tokens - len(decode))
         if not decode and not prefill:
@@ -197,26 +199,28 @@ class Scheduler:
         ready = [s for s in self.running.values() if s.scheduled == len(s.ids) - 1 and s.scheduled >= s.prompt]
         ready.sort(key=_importance)
         rows: list[Row] = []
-        planned: set[str] = set()
         for sequence in ready[: self.limits.step_tokens]:
             if sequence.state != RUNNING:  # preempted for one before it
                 continue
             row = self._extend(step, sequence, 1)
             while row is None:
-                victim = self._victim(planned, sequence)
+                victim = self._victim(sequence)
                 if victim is None:
                     break
                 self.preempt(victim)
                 row = self._extend(step, sequence, 1)
             if row is not None:
                 rows.append(row)
-                planned.add(sequence.name)
         return rows
 
-    def _victim(self, planned: set[str], wanting: Sequence) -> Sequence | None:
-        """The least important sequence besides `wanting` that no step under way has a row of; it must not be more important."""
-        busy = planned.union(*({row.sequence.name for row in plan.rows} for plan in self._under_way))
-        others = [s for s in self.running.values() if s is not wanting and s.name not in busy]
+    def _movable(self) -> list[Sequence]:
+        """Running sequences that no step, neither one under way nor this one, has a row of."""
+        busy = self._planned.union(*({row.sequence.name for row in plan.rows} for plan in self._under_way))
+        return [sequence for sequence in self.running.values() if sequence.name not in busy]
+
+    def _victim(self, wanting: Sequence) -> Sequence | None:
+        """The least important sequence that can make room for `wanting`, and is not more important."""
+        others = [sequence for sequence in self._movable() if sequence is not wanting]
         worst = max(others, key=_importance, default=None)
         return worst if worst is not None and _importance(worst) > _importance(wanting) else None
 
@@ -225,6 +229,7 @@ class Scheduler:
         if chunk is None:
             return None
         sequence.scheduled = chunk.end
+        self._planned.add(sequence.name)
         return Row(sequence, chunk, chunk.end == len(sequence.ids))
 
     def _plan_prompts(self, step: int, budget: int) -> list[Row]:
@@ -253,7 +258,7 @@ class Scheduler:
         rows = []
         for kind in prompts:
             for sequence in kind:
-                if (count := given.get(sequence.name, 0)) and (row := self._extend(step, sequence, count)) is not None:
+                if (count := given.pop(sequence.name, 0)) and (row := self._extend(step, sequence, count)) is not None:
                     rows.append(row)
         return rows
 
@@ -263,7 +268,8 @@ class Scheduler:
         for sequence in prompts:
             if spent >= budget:
                 return spent
-            spent += self._give(sequence, budget - spent, given)
+            if sequence.state == RUNNING:  # and has not made room for a more important one
+                spent += self._give(sequence, budget - spent, given)
         while spent < budget and (sequence := self._admit(kind)) is not None:
             prompts.append(sequence)
             spent += self._give(sequence, budget - spent, given)
@@ -281,6 +287,7 @@ class Scheduler:
                 count -= end % unit  # end where a checkpoint can be
         if count > 0:
             given[sequence.name] = had + count
+            self._planned.add(sequence.name)
         return max(count, 0)
 
     # ---- admission
@@ -340,9 +347,7 @@ class Scheduler:
 
     def _outranked(self, sequence: Sequence) -> Sequence | None:
         """A running sequence of a worse priority number that can start again for a waiting one."""
-        busy = {row.sequence.name for plan in self._under_way for row in plan.rows}
-        others = [s for s in self.running.values() if s.priority > sequence.priority and s.name not in busy]
-        others = [s for s in others if s.scheduled == s.computed]
+        others = [other for other in self._movable() if other.priority > sequence.priority]
         return max(others, key=_importance, default=None)
 
     # ---- results

@@ -1,0 +1,181 @@
+"""Random requests, stops, faults and pressure on the scheduler against a symbolic model; and faults that it must find."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from cache_faults import FAULTS
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from symbolic_server import SymbolicServer
+
+from perilune.serve.cache import HybridCache
+from perilune.serve.schedule import Scheduler, Sequence
+
+# Pools from roomy to hardly larger than one request; several policies; with and without a grid.
+SETTINGS = (
+    ("turns+second-hit", 90, "work", 0),
+    ("turns+second-hit", 30, "work", 0),
+    ("dense", 60, "work", 4),
+    ("tail", 40, "recency", 0),
+    ("interval:8+second-hit", 24, "work", 0),
+    ("turns", 26, "work", 8),
+)
+MUST_HAPPEN = (
+    "hit", "complete", "follower", "preempted", "preempted for a page", "mixed step", "overlapping steps", "failed", "pin",
+    "transfer", "new weights", "aborted under way", "aborted waiting", "aborted running", "nothing to plan",
+)  # fmt: skip
+
+
+def drive(seed: int, operations: int, setting: tuple[str, int, str, int]) -> Counter[str]:
+    """One server from empty to drained; returns what happened."""
+    server = SymbolicServer(seed, *setting)
+    for number in range(operations):
+        server.step()
+        if number % 100 == 50:
+            server.check()
+        if number % 900 == 899:
+            server.new_weights()
+    server.drain()
+    return server.seen
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_million_operations_give_the_models_own_answers(count):
+    operations, seen, each = count(full=1_000_000, reduced=12_000), Counter(), 2000
+    for seed in range(operations // each):
+        seen += drive(seed, each, SETTINGS[seed % len(SETTINGS)])
+    assert not [name for name in MUST_HAPPEN if not seen[name]], f"this has proven nothing about some cases: {seen}"
+
+
+class ServerMachine(RuleBasedStateMachine):
+    """The server's operations, with every choice drawn by Hypothesis, so that a failure shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = SymbolicServer(0, pages=30)
+
+    @rule(
+        choices=st.randoms(use_true_random=False),
+        operation=st.sampled_from(
+            (
+                "submit",
+                "submit",
+                "plan",
+                "plan",
+                "execute",
+                "execute",
+                "abort",
+                "preempt",
+                "pin",
+                "fail",
+                "transfer",
+                "new_weights",
+            )
+        ),
+    )
+    def operate(self, choices, operation):
+        """Anything that happens to an engine."""
+        self.server.random = choices
+        getattr(self.server, operation)()
+
+    @invariant()
+    def everything_agrees(self):
+        """After each rule."""
+        self.server.check()
+
+    def teardown(self):
+        """All are answered, no page leaks."""
+        self.server.drain()
+
+
+ServerMachine.TestCase.settings = settings(stateful_step_count=60)
+TestServerMachine = pytest.mark.timeout(7200)(pytest.mark.soak(ServerMachine.TestCase))
+
+
+# ---- faults of a scheduler; each must be found
+
+
+def leak_on_abort(patch):
+    def stop(self, sequence):
+        del self.running[sequence.name]
+        self._slots[sequence.kind] -= 1
+
+    patch.setattr(Scheduler, "_stop", stop)
+
+
+def forget_followers(patch):
+    patch.setattr(Scheduler, "_free_followers", lambda self, sequence: None)
+
+
+def name_other_tokens(patch):
+    """Prefixes of drawn tokens under the name of others."""
+
+    def append(self, token_id):
+        self.ids.append(token_id)
+        self.chain.extend((0,))
+
+    patch.setattr(Sequence, "append", append)
+
+
+def skip_what_is_known(patch):
+    real = Scheduler._admit
+
+    def admit(self, kind):
+        sequence = real(self, kind)
+        if sequence is not None:
+            lease = self.cache._leases[sequence.name]
+            sequence.scheduled = sequence.computed = lease.scheduled = max(lease.scheduled, sequence.known)
+        return sequence
+
+    patch.setattr(Scheduler, "_admit", admit)
+
+
+def preempt_those_under_way(patch):
+    patch.setattr(Scheduler, "_movable", lambda self: list(self.running.values()))
+
+
+def ignore_the_budget(patch):
+    real = Scheduler._serve
+    patch.setattr(
+        Scheduler, "_serve", lambda self, kind, budget, prompts, given: real(self, kind, 2 * budget, prompts, given)
+    )
+
+
+def draw_early(patch):
+    real = Scheduler._extend
+
+    def extend(self, step, sequence, tokens):
+        row = real(self, step, sequence, tokens)
+        return row and row._replace(draws=row.chunk.end >= sequence.prompt - 1)
+
+    patch.setattr(Scheduler, "_extend", extend)
+
+
+OF_THE_CACHE = (
+    "resume at token depth", "no copy-on-write", "no zeroing", "publish at schedule", "free before fence",
+    "first node's page", "restore in place", "siblings survive", "failed steps published", "checkpoint overwritten",
+)  # fmt: skip
+OF_THE_SCHEDULER = {
+    "pages leak on abort": leak_on_abort,
+    "followers forgotten": forget_followers,
+    "drawn tokens misnamed": name_other_tokens,
+    "known tokens skipped": skip_what_is_known,
+    "busy ones preempted": preempt_those_under_way,
+    "budget ignored": ignore_the_budget,
+    "drawn too early": draw_early,
+}
+ALL = {name: FAULTS[name] for name in OF_THE_CACHE} | OF_THE_SCHEDULER
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_planted_fault_is_found(name, monkeypatch):
+    """Without the invariants, which would see some of them from inside: what a request reads and says must be enough."""
+    monkeypatch.setattr(HybridCache, "check_invariants", lambda self, sample=None: None)
+    ALL[name](monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(12):
+            drive(seed, 2500, SETTINGS[seed % len(SETTINGS)])
