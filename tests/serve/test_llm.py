@@ -1,0 +1,84 @@
+"""Offline generation over the engine: many prompts at once give what each gives alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_model import talkative_engine, tiny_engine
+
+from perilune.errors import ConfigError
+from perilune.serve.llm import LLM
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(tiny_engine())
+
+
+def test_many_prompts_give_what_each_gives_alone(llm):
+    prompts = ["def f(", "a", list(b"import os"), "x = 1\n"]
+    params = [
+        GREEDY,
+        SamplingParams(seed=3, temperature=2.0, max_tokens=5),
+        GREEDY,
+        SamplingParams(seed=4, max_tokens=9),
+    ]
+    together = llm.generate(prompts, params)
+    for prompt, one, result in zip(prompts, params, together):
+        (alone,) = LLM(tiny_engine()).generate(prompt, one)
+        assert alone.outputs == result.outputs and len(result.outputs[0].token_ids) == one.max_tokens
+    assert [result.usage.prompt_tokens for result in together] == [6, 1, 9, 6]
+
+
+def test_n_answers_and_their_logprobs(llm):
+    (result,) = llm.generate("abc", SamplingParams(seed=0, temperature=3.0, max_tokens=4, logprobs=1), n=3)
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+    for output in result.outputs:
+        assert {one.token_id for one in output.logprobs} <= set(output.token_ids)
+
+
+def test_conversations(llm):
+    first, second = llm.chat([HELLO, [*HELLO, {"role": "assistant", "content": "Hm"}, *HELLO]], GREEDY)
+    assert first.outputs[0].finish_reason == "length" and first.text != second.text
+    assert llm.chat(HELLO, GREEDY)[0].outputs == first.outputs
+
+
+def test_tool_calls_are_put_together():
+    tool = {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
+    }
+    options = ChatOptions(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (result,) = LLM(talkative_engine(0, eagerness=7.0)).chat(HELLO, SamplingParams(seed=0, max_tokens=300), 1, options)
+    assert [call["function"] for call in result.outputs[0].tool_calls] == [{"name": "now", "arguments": "{}"}]
+
+
+def test_logprobs_of_texts(llm):
+    texts = ["hello", list(b"hello world")]
+    scores = llm.logprobs(texts, top=2)
+    for text, given in zip(texts, scores):
+        ids = list(text.encode()) if isinstance(text, str) else text
+        with torch.no_grad():
+            expected = llm.engine.core.runner.model(torch.tensor([ids])).logits_BTZ[0, :, :288].log_softmax(-1)
+        assert given[0] is None and len(given) == len(ids)
+        for at, one in enumerate(given[1:]):
+            assert one.logprob == pytest.approx(float(expected[at, ids[at + 1]]), abs=1e-9) and len(one.top) == 2
+
+
+def test_mistakes_are_found_before_anything_runs(llm):
+    before = llm.engine.core.runner.tokens_run
+    with pytest.raises(ConfigError, match="2 SamplingParams for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(FieldError, match="empty"):
+        llm.generate(["a", ""], GREEDY)
+    assert llm.engine.core.runner.tokens_run == before and llm.generate([], GREEDY) == []
+
+
+def test_a_shared_engine_stays_open(llm):
+    with LLM(llm.engine) as other:
+        other.generate("a", GREEDY)
+    assert llm.generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
