@@ -33,9 +33,10 @@ KERNEL(THREADS, 1) backward(
     const float shift = -0.5f * LOG2E * lower_bound;
 
     const auto chunk_of = [&](int program) {
-        if (program >= programs) return Chunk{program, 0, 0, 0};
-        const int chunk = program / heads;
-        return Chunk{program, program % heads, chunks[2 * chunk], chunks[2 * chunk + 1]};
+        if (program >= programs) return Chunk{program, 0, 0, 0, 0.0f};
+        const int chunk = program / heads, head = program % heads;
+        const float rate = HAS_A ? exp2_fast(LOG2E * a_log[head]) : 1.0f;
+        return Chunk{program, head, chunks[2 * chunk], chunks[2 * chunk + 1], rate};
     };
     const auto ask_first = [&](const Chunk& x) {
         if (x.program < programs) {
@@ -45,8 +46,9 @@ KERNEL(THREADS, 1) backward(
         }
         copy_commit();
     };
-    const auto ask_second = [&](const Chunk& x) {
+    const auto ask_second = [&](const Chunk& x, float* bias) {
         if (x.program < programs) {
+            if (HAS_BIAS && threadIdx.x < K / 4) copy_async(bias + 4 * threadIdx.x, dt_bias + x.head * K + 4 * threadIdx.x);
             fetch_rows<K>(m.q, q + (i64)x.start * q_token + (i64)(x.head / group) * q_head, q_token, x.count);
             fetch_rows<K>(m.k, k + (i64)x.start * k_token + (i64)(x.head / group) * k_head, k_token, x.count);
             fetch_rows<K>(m.g, g + (i64)x.start * g_token + (i64)x.head * g_head, g_token, x.count);
@@ -72,20 +74,18 @@ KERNEL(THREADS, 1) backward(
     };
     Chunk chunk = chunk_of(blockIdx.x);
     ask_first(chunk);
-    ask_second(chunk);
+    ask_second(chunk, m.dt_bias[0]);
 
-    for (int program = blockIdx.x; program < programs; program += gridDim.x) {
+    for (int program = blockIdx.x, turn = 0; program < programs; program += gridDim.x, turn ^= 1) {
         const int head = chunk.head, start = chunk.start, count = chunk.count;
-        const float rate = HAS_A ? exp2_fast(LOG2E * a_log[head]) : 1.0f;
         const auto out = [&](const Place& p, int h) { return ((i64)(start + p.row + h) * heads + head) * K + 32 * p.w; };
         Own own;
 
         // Factors, and q and k as operands.
         copy_wait<1>();
         sync_threads();
-        if (threadIdx.x == 0) m.next = chunk_of(program + gridDim.x);
         if (program != blockIdx.x) put_sums(program - gridDim.x);
-        factors(m, own, dt_bias + head * K, rate, lower_bound, shift, count);
+        factors(m, own, m.dt_bias[turn], chunk.rate, lower_bound, shift, count);
         sync_rows(here());
         own.stay_packed();
         operands(m, own, scale, shift);
@@ -93,7 +93,8 @@ KERNEL(THREADS, 1) backward(
         copy_wait<0>();
         sync_threads();
 
-        // Products that need no factors.
+        // Products that need no factors. The last warp has the fewest: it finds the next chunk.
+        if (threadIdx.x == THREADS - 32) m.next = chunk_of(program + gridDim.x);
 #pragma unroll 1
         for (int i = here().warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
             const int rows = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3;
@@ -182,14 +183,14 @@ KERNEL(THREADS, 1) backward(
         }
         own.stay_packed();
         sync_threads();
-        ask_second(m.next);
+        ask_second(m.next, m.dt_bias[turn ^ 1]);
 
         // Through the L2 norm and the gate.
         const Place p = here();
         through_norm(d_k, own.k, m.k_rstd, m.along[1], p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dk + out(p, h), d_k, h, p.lane, p.row + h < count);
-        through_gate(m, d_G, after, logits, dt_bias + head * K, rate, lower_bound, count, p);
+        through_gate(m, d_G, after, logits, m.dt_bias[turn], chunk.rate, lower_bound, count, p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dz + out(p, h), d_G, h, p.lane, p.row + h < count);
         chunk = m.next;

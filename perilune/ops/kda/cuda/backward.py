@@ -24,7 +24,7 @@ def kernel(
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32
-    words = 17 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 4
+    words = 19 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 5
     return Kernel(
         Path(__file__).parent / "backward.cu",
         "backward",
@@ -85,6 +85,8 @@ def launch(
     programs = chunks.shape[0] * heads
     run = _kernel_for(q, g, beta, A_log, dt_bias, do, l2, sigmoid)
     A_log, dt_bias = (None if x is None else x.float() for x in (A_log, dt_bias))
+    if dt_bias is not None and dt_bias.data_ptr() % 16:
+        dt_bias = dt_bias.clone()
     run.launch(
         (min(programs, units(q.device)),),
         q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias,

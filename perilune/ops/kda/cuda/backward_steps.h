@@ -21,9 +21,10 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST_BETA = 1e-12f;  // a write strength of 0 is computed as this: the gradient divides by it
 constexpr int ROWS_K = CHUNK * K * 2, ROWS_V = CHUNK * V * 2, STATE = V * K * 2, SQUARE = CHUNK * CHUNK * 2;
 
-// A chunk of a head: its number, the head, its first token and how many it has.
+// A chunk of a head: its number, the head, its first token and how many it has, and the head's e^A_log.
 struct Chunk {
     int program, head, start, count;
+    float rate;
 };
 
 struct Shared {
@@ -42,7 +43,8 @@ struct Shared {
     float along[2][CHUNK][WIDTH];          // of q dq and k dk
     float q_rstd[CHUNK], k_rstd[CHUNK];    // 1 / |q| and 1 / |k|
     float diagonal[CHUNK];                 // of scale dP
-    float rate[WARPS];
+    float rate[WARPS];                     // of e^A_log's gradient
+    float dt_bias[2][K];                   // of this chunk's head and of the next one's, in turn
     Chunk next;
 };
 
@@ -109,6 +111,11 @@ DEVICE void pairs(
 ) {
     float p[2][4] = {}, e[2][4] = {};
     const int lane = here().lane, r = lane >> 2, c = lane & 3;
+    const bool own = q == k, meets = own && c == r >> 1;  // row 2 r + h meets itself in group h, column r
+    float x[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (meets && 16 * q + 2 * r + h < count) x[h] = beta_in(beta[(i64)(16 * q + 2 * r + h) * beta_token]);
     const int at = left_at<V>(q, 0, lane), right = row_at<V>(16 * k + 2 * (lane & 7) + (lane >> 4), lane >> 3 & 1);
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
@@ -122,16 +129,14 @@ DEVICE void pairs(
             multiply_add(e[t], a2, b[2 * t], b[2 * t + 1]);
         }
     }
-    const bool own = q == k;
-    if (own && c == r >> 1) {  // row 2 r + h meets itself in group h, column r
+    if (meets) {
         const bool odd = r & 1;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = 16 * q + 2 * r + h;
             m.diagonal[row] = scale * (odd ? p[h][2 * h + 1] : p[h][2 * h]);
             if (row >= count) continue;
-            const float x = beta_in(beta[(i64)row * beta_token]);
-            const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x)) : x;
+            const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x[h])) : x[h];
             const float divisor = fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength;
             const float d = (odd ? e[h][2 * h + 1] : e[h][2 * h]) / divisor;
             dbeta[(i64)row * dbeta_token] = beta_out(SIGMOID ? d * (1.0f - divisor / beta_scale) : d / divisor);
@@ -143,9 +148,9 @@ DEVICE void pairs(
         for (int t = 0; t < 2; t++) {
             float f[2];
 #pragma unroll
-            for (int x = 0; x < 2; x++) {
-                const int below = own ? 2 * r + h - (2 * (2 * c + x) + t) : 2 * r + h + 1;
-                f[x] = below > 0 ? exp2_fast(-shift * (float)below) : 0.0f;
+            for (int i = 0; i < 2; i++) {
+                const int below = own ? 2 * r + h - (2 * (2 * c + i) + t) : 2 * r + h + 1;
+                f[i] = below > 0 ? exp2_fast(-shift * (float)below) : 0.0f;
             }
             const int at = row_at<CHUNK>(16 * q + 2 * r + h, 2 * k + t) + 4 * c;
             const bool low = f[0] != 0.0f, high = f[1] != 0.0f;  // a select: what the mask hides may be anything
@@ -177,8 +182,8 @@ DEVICE void through(Shared& m) {
         m.through[channel] = one * m.decay[0][channel] * m.decay[1][channel] * m.decay[2][channel] * m.decay[3][channel];
 }
 
-// Log-decays and their factors `up`, and sums of squares. head_bias: dt_bias of the head.
-DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, float lower_bound, float shift, int count) {
+// Log-decays and their factors `up`, and sums of squares. bias: the head's dt_bias.
+DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float lower_bound, float shift, int count) {
     const Place p = here();
     const float slope = -LOG2E * rate;
     float q_square[2] = {}, k_square[2] = {}, bound[2];  // 0 in rows that hold no token
@@ -187,7 +192,7 @@ DEVICE void factors(Shared& m, Own& own, const float* head_bias, float rate, flo
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float2 bias = make_float2(0.0f, 0.0f);
-        if (HAS_BIAS) bias = *(const float2*)(head_bias + p.channel(j));
+        if (HAS_BIAS) bias = *(const float2*)(dt_bias + p.channel(j));
         const float offset[2] = {bias.x * slope, bias.y * slope};
         float decay[2][2], block_decay[2];
 #pragma unroll
@@ -352,42 +357,51 @@ DEVICE void through_norm(
 }
 
 // Through the gate. d_G: gradients of cumulative log-decays; becomes those of the logits. after: sums of it over the rows
-// of the block after this thread's.
+// of the block after this thread's. dt_bias: the head's.
 DEVICE void through_gate(
-    Shared& m, float (&d_G)[4][4], float (&after)[4][2], const u32 (&logits)[2][4], const float* head_bias, float rate,
+    Shared& m, float (&d_G)[4][4], float (&after)[4][2], const u32 (&logits)[2][4], const float* dt_bias, float rate,
     float lower_bound, int count, const Place& p
 ) {
-    float d_rate = 0.0f, d_bias[4][2] = {};
+    float d_rate = 0.0f, d_bias[4][2], slope[2];  // 0 in rows that hold no token
+#pragma unroll
+    for (int h = 0; h < 2; h++) slope[h] = p.row + h < count ? lower_bound * rate : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const int channel = p.channel(j);
-        float2 whole = *(const float2*)&m.through[channel], bias = make_float2(0.0f, 0.0f);
+        const float2 state = *(const float2*)&m.through[channel];
+        float later[2] = {state.x, state.y}, bias[2] = {};
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             const float2 x = *(const float2*)&m.tail[i][channel];
-            whole.x += x.x;
-            whole.y += x.y;
+            later[0] += x.x;
+            later[1] += x.y;
         }
 #pragma unroll 1
-        for (int i = p.block + 1; i < BLOCKS; i++) {
+        for (int i = BLOCKS - 1; i > p.block; i--) {
             const float2 x = *(const float2*)&m.after[i][channel];
-            after[j][0] += x.x;
-            after[j][1] += x.y;
+            later[0] += x.x;
+            later[1] += x.y;
         }
-        if (HAS_BIAS) bias = *(const float2*)(head_bias + channel);
+        if (HAS_BIAS) {
+            const float2 x = *(const float2*)(dt_bias + channel);
+            bias[0] = x.x;
+            bias[1] = x.y;
+        }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float later = after[j][e] + d_G[j][2 + e], all = e ? whole.y : whole.x;
-            const float sums[2] = {later + d_G[j][e] + all, later + all};
+            const float c = -LOG2E * rate, offset = bias[e] * c;
+            float sum = later[e] + after[j][e];
+            d_bias[j][e] = 0.0f;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float x = half_of(logits[h][j], e) + (e ? bias.y : bias.x);
-                const float s = reciprocal(1.0f + exp2_fast(-LOG2E * rate * x));
-                const float d = p.row + h < count ? sums[h] * (lower_bound * rate) * s * (1.0f - s) : 0.0f;
+            for (int h = 1; h >= 0; h--) {
+                const float x = half_of(logits[h][j], e), s = reciprocal(1.0f + exp2_fast(fmaf(x, c, offset)));
+                sum += d_G[j][2 * h + e];
+                const float d = sum * slope[h] * fmaf(-s, s, s);
                 d_G[j][2 * h + e] = d;
                 d_rate = fmaf(d, x, d_rate);
                 d_bias[j][e] += d;
             }
+            d_rate = fmaf(d_bias[j][e], bias[e], d_rate);
         }
     }
     if (HAS_BIAS) {
