@@ -71,15 +71,16 @@ class AgentCommand:
         room: bytes of input that the agent takes now.
         owed: consumed output of each stream that the agent has not been told of.
         result: what became of it, once it has ended and all its output is in its pipes.
-        left: its owner has closed it.
-        to_kill: it is to be killed as soon as messages may be sent.
+        left: its owner has closed it: its output is dropped.
+        released: its owner has its streams and asks for no result.
+        to_kill, killed: it is to be killed as soon as messages may be sent; the agent has been told.
     """
 
     def __init__(self, channel: Channel, number: int, terminal: bool, streams: socket.socket | None) -> None:
         self.channel, self.number = channel, number
         self.room, self.owed = WINDOW, {OUTPUT: 0, ERRORS: 0}
         self.result: Mapping[str, Any] | None = None
-        self.left = self.to_kill = self.lost = False
+        self.left = self.released = self.to_kill = self.killed = self.lost = False
         self.stdin = self.stdout = self.stderr = self.terminal = -1
         self._done: Mapping[str, Any] | None = None
         self._waiting = {OUTPUT: bytearray(), ERRORS: bytearray()}
@@ -132,11 +133,11 @@ class AgentCommand:
             self._status = -1
 
     def release(self) -> None:
-        """Leave it to itself: it ends when its streams do, and nobody waits for it."""
+        """Leave it to itself: it ends with its streams, and nobody waits for it."""
         os.close(self.stderr)
         self.stderr = -1
         with self.channel.locked():
-            self.left = True
+            self.released = True
             if self.result is not None or self.lost:
                 self._tell()
 
@@ -162,9 +163,13 @@ class AgentCommand:
                         self._finish_if_flushed()
 
                 found[fd] = (events | select.POLLOUT, write)
+        if self.released and not self.to_kill and self._output[OUTPUT] >= 0:
+            found.setdefault(self._output[OUTPUT], (0, lambda events: channel.kill(self)))  # Its other end was closed.
         return found
 
     def _read_input(self, channel: Channel) -> None:
+        if self._input < 0:
+            return
         try:
             data = os.read(self._input, min(PIECE, self.room))
         except BlockingIOError:
@@ -231,9 +236,11 @@ class AgentCommand:
         with contextlib.suppress(OSError):
             if self._status >= 0:
                 os.eventfd_write(self._status, 1)
-        if self.left and self._status >= 0:
-            os.close(self._status)
-            self._status = -1
+        if self.left or self.released:
+            self.channel.drop(self)
+            if self._status >= 0:
+                os.close(self._status)
+                self._status = -1
 
     def close_ends(self) -> None:
         """Close the channel's ends, so that the owner sees the end of its streams."""

@@ -88,6 +88,10 @@ class QemuDriver:
             raise ConfigError(
                 f"{what}: a virtual machine sees no folder and no network of the host; put files into it (write_file) or into an image"
             )
+        if spec.changes != "memory":
+            raise ConfigError(
+                f"changes={spec.changes}: a virtual machine's files are in its memory, and in its snapshots with it"
+            )
         with self._lock:
             if spec.template not in self._images:
                 self._images[spec.template] = build_image.image(spec.template)
@@ -108,7 +112,10 @@ class QemuDriver:
             if not os.access("/dev/kvm", os.R_OK | os.W_OK):
                 self._accelerator = "tcg"
                 return "tcg"
-            note, key = self.folder / "accelerator.json", [os.uname().release, self._qemu_version(), image.kernel_hash]
+            note, key = (
+                self.templates.folder / "accelerator.json",
+                [os.uname().release, self._qemu_version(), image.kernel_hash],
+            )
             try:
                 known = json.loads(note.read_text())
             except (FileNotFoundError, ValueError):

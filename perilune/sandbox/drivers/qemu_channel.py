@@ -34,8 +34,8 @@ CALL_SECONDS = 30.0
 PIECE = 32768
 AHEAD = 1 << 20
 """Bytes that wait for the socket before commands' input is left in its pipes."""
-PADDING = 1 << 20
-"""Bytes that overwrite every buffer on the way to the agent."""
+PADDING = 5 << 20
+"""Bytes that overwrite every buffer on the way to the agent: the port's queue has 1024 of 4 KiB."""
 
 
 class Channel:
@@ -162,10 +162,7 @@ class Channel:
     def kill(self, command: AgentCommand) -> None:
         """End a command and all that it started."""
         with self._changed:
-            if not self._ended and command.number in self._commands and not self._holding:
-                self._send(Kind.KILL, command.number, b"")
-            elif self._holding:
-                command.to_kill = True
+            command.to_kill = True  # Sent by the thread, as soon as messages may be.
         self._wake_up()
 
     def forget(self, command: AgentCommand) -> None:
@@ -178,6 +175,10 @@ class Channel:
                 self._commands.pop(command.number, None)
                 command.close_ends()
         self._wake_up()
+
+    def drop(self, command: AgentCommand) -> None:
+        """It has ended and nobody looks at it."""
+        self._commands.pop(command.number, None)
 
     def close(self) -> None:
         """The guest has ended or is about to: commands that still run are lost, and the thread stops."""
@@ -232,8 +233,8 @@ class Channel:
             self._wake: (select.POLLIN, lambda events: _drain(self._wake)),
         }
         for command in list(self._commands.values()):
-            if command.to_kill and not self._holding:
-                command.to_kill = False
+            if command.to_kill and not command.killed and not self._holding:
+                command.killed = True
                 self._send(Kind.KILL, command.number, b"")
             for kind in command.owed:
                 self.credit(command, kind, 0)
@@ -280,8 +281,6 @@ class Channel:
             code, signal, microseconds, resident, kills = struct.unpack("<iiQQI", body)
             self.out_of_memory_kills = kills
             command.exited({"code": code, "signal": signal, "cpu": microseconds / 1e6, "rss": resident})
-            if command.left:
-                self.forget(command)
 
     def credit(self, command: AgentCommand, kind: int, count: int) -> None:
         """Tell the agent that `count` bytes of a stream have gone on; small amounts wait for more."""

@@ -51,6 +51,7 @@ ETC = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "shells": "/bin/sh\n",
+    "alternatives/README": "",
 }
 TOOL_SECONDS, DOWNLOAD_SECONDS = 120.0, 600.0
 FORMAT = 1

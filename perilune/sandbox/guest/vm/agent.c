@@ -48,12 +48,19 @@ static void append(struct buffer *buffer, const void *data, size_t size)
     if (buffer->start == buffer->end)
         buffer->start = buffer->end = 0;
     if (buffer->end + size > buffer->room) {
-        memmove(buffer->data, buffer->data + buffer->start, buffer->end - buffer->start);
-        buffer->end -= buffer->start, buffer->start = 0;
-        if (buffer->end + size > buffer->room) {
-            buffer->room = (buffer->end + size) * 2;
-            buffer->data = realloc(buffer->data, buffer->room);
+        /* What was in it may have been a secret: nothing is left behind by moving. */
+        size_t held = buffer->end - buffer->start, room = (held + size) * 2;
+        if (held + size > buffer->room) {
+            uint8_t *larger = malloc(room);
+            memcpy(larger, buffer->data + buffer->start, held);
+            explicit_bzero(buffer->data, buffer->room);
+            free(buffer->data);
+            buffer->data = larger, buffer->room = room;
+        } else {
+            memmove(buffer->data, buffer->data + buffer->start, held);
+            explicit_bzero(buffer->data + held, buffer->end - held);
         }
+        buffer->start = 0, buffer->end = held;
     }
     if (data)
         memcpy(buffer->data + buffer->end, data, size);
@@ -207,6 +214,7 @@ static void write_input(struct command *command)
         if (count < 0 && (errno == EAGAIN || errno == EINTR))
             return;
         uint32_t taken = count < 0 ? pending->end - pending->start : (size_t)count; /* It reads no more: all is taken. */
+        explicit_bzero(pending->data + pending->start, taken);
         pending->start += taken;
         if (!command->detached)
             send_frame(CONSUMED, command->id, &taken, sizeof taken);
@@ -245,6 +253,8 @@ static void read_output(struct command *command, int stream)
         send_frame(stream ? ERRORS : OUTPUT, command->id, piece, count);
         command->credit[stream] -= count;
     }
+    if (count > 0)
+        explicit_bzero(piece, count);
     if (command->ended) {
         command->left[stream] = count > 0 ? command->left[stream] - count : 0;
         finish_if_drained(command);
@@ -374,8 +384,10 @@ static void receive(void)
 static void transmit(void)
 {
     ssize_t count = write(port, leaving.data + leaving.start, leaving.end - leaving.start);
-    if (count > 0)
+    if (count > 0) {
+        explicit_bzero(leaving.data + leaving.start, count);
         leaving.start += count;
+    }
 }
 
 int main(void)
