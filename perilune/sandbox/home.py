@@ -267,4 +267,8 @@ class Home:
         for path in self.records_folder.glob("*.lock"):
             if not path.with_suffix(".json").exists() and not self.is_live(path.stem):
                 path.unlink(missing_ok=True)
+        for path in self.records_folder.glob("*.tmp"):
+            # Only who has a sandbox writes its record.
+            if not self.is_live(path.name.partition(".")[0]):
+                path.unlink(missing_ok=True)
         return removed

@@ -185,7 +185,7 @@ def test_many_lives_leave_nothing_behind(driver, home, count):
         sandboxes.create(driver=driver).destroy()
         before = inventory()
         made = []
-        for _ in range(count(full=1000, reduced=12)):
+        for _ in range(count(full=1000, reduced=50)):
             box = sandboxes.create(Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20)), driver=driver)
             assert box.exec(["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo x > /workspace/x"]).code == 0
             made.append(box.id)
