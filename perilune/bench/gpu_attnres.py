@@ -1,24 +1,18 @@
 """Rows of reads over depth and of the element-wise kernels on a GPU, at K3's sizes.
 
-    python -m perilune.bench.gpu_attnres [RESULTS.jsonl]
-
 The peer of a read, where fla-core can be imported, is its `fused_attnres`; that of a read with the running-sum add and the
-output norm is the add and the same function with its own output norm. A row's bound is its least traffic at copy speed.
+output norm is the add and the same function with its own output norm.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from perilune.bench.gpu_decode import make_row, report
-from perilune.bench.harness import Row
-from perilune.errors import ConfigError
+from perilune.bench.graphs import Calls, GraphCase
 from perilune.ops.attnres import merge, mix, phase_one, read, triton_mix
 from perilune.ops.choice import force
 from perilune.ops.norm import gated_rms_norm
@@ -32,6 +26,14 @@ PEER = "fla-core"
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def _tensors(count: int) -> list[Tensor]:
+    return [_normal(TOKENS, WIDTH) for _ in range(count)]
+
+
+def _score_weight() -> Tensor:
+    return _normal(WIDTH, dtype=torch.float32) / 85
 
 
 def _gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
@@ -58,107 +60,112 @@ def _peer_mix(norm_weight: Tensor | None = None) -> Callable[..., Tensor] | None
     return None
 
 
-def reads(bank: int) -> list[Row]:
-    """Rows of single reads of a bank and a running sum."""
+def cases() -> Iterator[GraphCase]:
+    """All rows."""
+    yield from _reads(8)
+    yield from _reads(3)
+    yield _overlapped(8)
+    yield _two_phases(8)
+    yield from _elementwise()
+
+
+def _reads(bank: int) -> Iterator[GraphCase]:
+    """Single reads of a bank and a running sum."""
     unit, shape = 2 * TOKENS * WIDTH, f"n={bank} T={TOKENS} D={WIDTH} bf16"
-    c, norm_weight = _normal(WIDTH, dtype=torch.float32) / 85, _normal(WIDTH, dtype=torch.float32)
-    sources, delta = [_normal(TOKENS, WIDTH) for _ in range(bank + 1)], _normal(TOKENS, WIDTH)
-    inputs = [c, *sources]
 
     def ours(c: Tensor, *sources: Tensor) -> Tensor:
         return mix(sources, c, EPS)
 
-    def fused(c: Tensor, delta: Tensor, *sources: Tensor) -> Tensor:
-        return read(sources[:-1], sources[-1], delta, c, EPS, norm_weight, EPS)[0]
+    def make(wrap: Callable) -> Callable[[], tuple[Calls, Calls]]:
+        def calls() -> tuple[Calls, Calls]:
+            inputs, theirs = [_score_weight(), *_tensors(bank + 1)], _peer_mix()
+            return [wrap(ours, inputs)], [] if theirs is None else [wrap(theirs, inputs)]
 
-    theirs, normed = _peer_mix(), _peer_mix(norm_weight)
+        return calls
 
-    def added(c: Tensor, delta: Tensor, *sources: Tensor) -> Tensor:
-        assert normed is not None, "only called where the peer was found"
-        return normed(c, *sources[:-1], sources[-1] + delta)
+    def fused() -> tuple[Calls, Calls]:
+        norm_weight = _normal(WIDTH, dtype=torch.float32)
+        inputs, normed = [_score_weight(), *_tensors(bank + 2)], _peer_mix(norm_weight)
 
-    def both(wrap: Callable, function: Callable, peer: Callable | None, inputs: list[Tensor]) -> tuple[list, list]:
-        return [wrap(function, inputs)], [] if peer is None else [wrap(peer, inputs)]
+        def mine(c: Tensor, delta: Tensor, *sources: Tensor) -> Tensor:
+            return read(sources[:-1], sources[-1], delta, c, EPS, norm_weight, EPS)[0]
 
-    rows = []
-    for name, wrap, pair, traffic in (
-        ("fwd", _without_gradients, (ours, theirs, inputs), bank + 2),
-        ("fwdbwd", _gradients, (ours, theirs, inputs), 3 * bank + 5),
-        ("add_norm_fwd", _without_gradients, (fused, theirs and added, [c, delta, *sources]), bank + 4),
+        def added(c: Tensor, delta: Tensor, *sources: Tensor) -> Tensor:
+            assert normed is not None, "only called where the peer was found"
+            return normed(c, *sources[:-1], sources[-1] + delta)
+
+        return [_without_gradients(mine, inputs)], [] if normed is None else [_without_gradients(added, inputs)]
+
+    for name, calls, traffic in (
+        ("fwd", make(_without_gradients), bank + 2),
+        ("fwdbwd", make(_gradients), 3 * bank + 5),
+        ("add_norm_fwd", fused, bank + 4),
     ):
-        mine, others = both(wrap, *pair)
-        rows.append(make_row(f"attnres_n{bank}_{name}", shape, mine, traffic * unit, PEER if others else "", others))
-    return rows
+        yield GraphCase(name=f"attnres_n{bank}_{name}", shape=shape, make=calls, peer=PEER, bytes=traffic * unit)
 
 
-def overlapped(bank: int) -> list[Row]:
+def _overlapped(bank: int) -> GraphCase:
     """Forward and backward with the other form of the backward kernel."""
-    inputs = [_normal(WIDTH, dtype=torch.float32) / 85, *(_normal(TOKENS, WIDTH) for _ in range(bank + 1))]
-    chosen = triton_mix.OVERLAP
-    try:
-        triton_mix.OVERLAP = True
-        call = _gradients(lambda c, *sources: mix(sources, c, EPS), inputs)
-        shape, traffic = f"n={bank} T={TOKENS} D={WIDTH} bf16", (3 * bank + 5) * 2 * TOKENS * WIDTH
-        return [make_row(f"attnres_n{bank}_fwdbwd_overlap", shape, [call], traffic)]
-    finally:
-        triton_mix.OVERLAP = chosen
+
+    def calls() -> tuple[Calls, Calls]:
+        run = _gradients(lambda c, *sources: mix(sources, c, EPS), [_score_weight(), *_tensors(bank + 1)])
+
+        def other() -> object:
+            chosen, triton_mix.OVERLAP = triton_mix.OVERLAP, True
+            try:
+                return run()
+            finally:
+                triton_mix.OVERLAP = chosen
+
+        return [other], []
+
+    return GraphCase(
+        name=f"attnres_n{bank}_fwdbwd_overlap", shape=f"n={bank} T={TOKENS} D={WIDTH} bf16", make=calls,
+        bytes=(3 * bank + 5) * 2 * TOKENS * WIDTH,
+    )  # fmt: skip
 
 
-def two_phases(bank: int) -> list[Row]:
+def _two_phases(bank: int) -> GraphCase:
     """A block's reads by two phases; the peer is as many single reads of ours."""
-    unit, shape = 2 * TOKENS * WIDTH, f"n={bank} T={TOKENS} D={WIDTH} bf16, {SITES} reads"
-    weights = _normal(SITES, WIDTH, dtype=torch.float32) / 85
-    blocks, live = [_normal(TOKENS, WIDTH) for _ in range(bank)], _normal(TOKENS, WIDTH)
 
-    def ours() -> None:
-        with torch.no_grad(), force("triton"):
-            partial = phase_one(blocks, weights, EPS)
-            for site in range(SITES):
-                merge(partial, site, live)
+    def calls() -> tuple[Calls, Calls]:
+        weights = _normal(SITES, WIDTH, dtype=torch.float32) / 85
+        *blocks, live = _tensors(bank + 1)
 
-    def single() -> None:
-        with torch.no_grad():
-            for site in range(SITES):
-                mix([*blocks, live], weights[site], EPS)
+        def ours() -> None:
+            with torch.no_grad(), force("triton"):
+                partial = phase_one(blocks, weights, EPS)
+                for site in range(SITES):
+                    merge(partial, site, live)
 
-    traffic = (bank + 4 * SITES) * unit
-    return [make_row(f"attnres_n{bank}_two_phase", shape, [ours], traffic, "single reads", [single])]
+        def single() -> None:
+            with torch.no_grad():
+                for site in range(SITES):
+                    mix([*blocks, live], weights[site], EPS)
+
+        return [ours], [single]
+
+    return GraphCase(
+        name=f"attnres_n{bank}_two_phase", shape=f"n={bank} T={TOKENS} D={WIDTH} bf16, {SITES} reads", make=calls,
+        peer="single reads", bytes=(bank + 4 * SITES) * 2 * TOKENS * WIDTH,
+    )  # fmt: skip
 
 
-def elementwise() -> list[Row]:
+def _elementwise() -> Iterator[GraphCase]:
     """Gated norm, gated unit and short convolution, forward and with gradients."""
     heads = TOKENS * 96
-    cases = (
+    for name, shape, function, inputs, unit, forward, backward in (
         ("gated_rms_norm", "T=8192 H=96 V=128", lambda o, g, w: gated_rms_norm(o, g, w, EPS),
          lambda: [_normal(heads, 128), _normal(heads, 128), _normal(128, dtype=torch.float32)], 256 * heads, 3, 5),
         ("situ_glu", "N=65536 F=3072", situ_glu, lambda: [_normal(65536, 3072), _normal(65536, 3072)], 2 * 65536 * 3072, 3, 5),
         ("short_conv", "B=1 T=8192 X=36864 W=4", lambda x, w: short_conv(x, w)[0],
          lambda: [_normal(1, TOKENS, 36864), _normal(36864, 4, dtype=torch.float32)], 2 * TOKENS * 36864, 2, 3),
-    )  # fmt: skip
-    rows = []
-    for name, shape, function, make, unit, forward, backward in cases:
-        inputs = make()
-        rows.append(make_row(f"{name}_fwd", shape, [_without_gradients(function, inputs)], forward * unit))
-        rows.append(make_row(f"{name}_fwdbwd", shape, [_gradients(function, inputs)], (forward + backward) * unit))
-    return rows
+    ):  # fmt: skip
+        for kind, wrap, passes in (("fwd", _without_gradients, forward), ("fwdbwd", _gradients, forward + backward)):
 
+            def calls(
+                wrap: Callable = wrap, function: Callable = function, inputs: Callable = inputs
+            ) -> tuple[Calls, Calls]:
+                return [wrap(function, inputs())], []
 
-def run(results: Path | None = None) -> list[Row]:
-    """Measure all rows; print them and append them to `results`.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("these rows need a CUDA device; torch sees none")
-    rows = []
-    for part in (lambda: reads(8), lambda: reads(3), lambda: overlapped(8), lambda: two_phases(8), elementwise):
-        for row in part():
-            report(row, results)
-            rows.append(row)
-        torch.cuda.empty_cache()
-    return rows
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+            yield GraphCase(name=f"{name}_{kind}", shape=shape, make=calls, bytes=passes * unit)

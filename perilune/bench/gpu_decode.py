@@ -1,27 +1,18 @@
-"""Rows of KDA decode and verify on a GPU: microseconds a step, next to the traffic of the states at copy speed.
+"""Rows of KDA decode and verify on a GPU, next to the traffic of the states at copy speed.
 
-    python -m perilune.bench.gpu_decode [RESULTS.jsonl]
-
-A step is captured in a CUDA graph over several sets of inputs, together larger than the cache, and the graph is replayed:
-launches from Python would take longer than the kernels. The peer, where fla-core can be imported, is its
-`fused_recurrent_kda` with gate, norms and sigmoid in the kernel: the recurrence alone, without the convolution, the output
-norm and the output gate that ours includes.
+The peer, where fla-core can be imported, is its `fused_recurrent_kda` with gate, norms and sigmoid in the kernel: the
+recurrence alone, without the convolution, the output norm and the output gate that ours includes.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from perilune.bench.harness import Row, append, commit, copy_ceiling, device_name, versions
-from perilune.errors import ConfigError
+from perilune.bench.graphs import Calls, GraphCase, sets
 from perilune.ops.choice import force
 from perilune.ops.kda import kda_decode_step
 from perilune.ops.kda.verify import Projections, kda_verify_step
@@ -30,49 +21,6 @@ SIZE, TAPS, LOWER_BOUND = 128, 4, -5.0
 SHAPES = ((1, 12), (1, 96), (16, 96), (64, 96), (256, 96))  # B, H
 VERIFY_SHAPES = ((1, 96), (32, 96))
 DRAFTS = 8
-CACHE_BYTES = 400e6  # of inputs that one replay walks through, so that none is still in the cache
-SAMPLES = 20
-
-
-def graph_times(calls: Sequence[Callable[[], object]], samples: int = SAMPLES) -> list[float]:
-    """Milliseconds a call, for each of `samples` replays of a graph that makes all calls once."""
-    for call in calls[:2]:
-        call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / len(calls))
-    return times
-
-
-def make_row(
-    name: str, shape: str, ours: Sequence[Callable], bytes_moved: float, peer: str = "", theirs: Sequence[Callable] = ()
-) -> Row:
-    """Time ours and, if there is one, the peer."""
-    mine = graph_times(ours)
-    others = graph_times(theirs) if theirs else None
-    median, peer_median = statistics.median(mine), None if others is None else statistics.median(others)
-    return Row(
-        name=name, shape=shape, ours_ms=median, peer=peer, peer_ms=peer_median,
-        ratio=None if peer_median is None else peer_median / median, bound_ms=1e3 * bytes_moved / copy_ceiling("cuda"),
-        device=device_name("cuda"), versions=versions(), commit=commit(), ours_spread_ms=(min(mine), max(mine)),
-        peer_spread_ms=None if others is None else (min(others), max(others)), samples=len(mine),
-    )  # fmt: skip
-
-
-def sets(bytes_of_one: float) -> int:
-    """How many sets of inputs a replay walks through."""
-    return max(2, min(24, int(CACHE_BYTES / bytes_of_one) + 1))
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -139,51 +87,45 @@ def verify_bytes(batch: int, heads: int, accepted: int) -> float:
     return batch * heads * (states + 2 * (folded + scored + 2 * 3 * SIZE * (TAPS - 1)))
 
 
-def run(results: Path | None = None) -> list[Row]:
-    """Measure all rows, those of a decode step for the CUDA kernel and for Triton's; print them and append them to `results`.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("these rows need a CUDA device; torch sees none")
-    rows = []
-    for row in itertools.chain(_decode_rows("cuda", ""), _verify_rows(), _decode_rows("triton", "_triton")):
-        report(row, results)
-        rows.append(row)
-    return rows
-
-
-def _decode_rows(implementation: str, suffix: str) -> Iterator[Row]:
-    for batch, heads in SHAPES:
-        state_bytes = 8.0 * batch * heads * SIZE * SIZE
-        count = sets(state_bytes)
-        peers = [peer for peer in (_peer(batch, heads) for _ in range(count)) if peer is not None]
-        ours = [_decode(batch, heads) for _ in range(count)]
-        shape = f"B={batch} H={heads} d={SIZE}, fp32 state, whole step"
-        peer = "fla-core, recurrence alone" if peers else ""
-        with force(implementation):
-            yield make_row(f"kda_decode_B{batch}_H{heads}{suffix}", shape, ours, state_bytes, peer, peers)
-
-
-def _verify_rows() -> Iterator[Row]:
+def cases() -> Iterator[GraphCase]:
+    """Decode steps of the CUDA kernel, verify steps, decode steps of Triton's kernel."""
+    yield from _decode_cases("cuda", "")
     for batch, heads in VERIFY_SHAPES:
         for accepted in (0, DRAFTS // 2, DRAFTS):
             traffic = verify_bytes(batch, heads, accepted)
             passes = traffic / (4.0 * batch * heads * SIZE * SIZE)
-            shape = f"B={batch} H={heads} d={SIZE}, {accepted} of {DRAFTS} folded, {DRAFTS + 1} scored, {passes:.2f} state passes"
-            ours = [_verify(batch, heads, accepted) for _ in range(sets(traffic))]
-            yield make_row(f"kda_verify_B{batch}_H{heads}_m{accepted}", shape, ours, traffic)
+
+            def make(
+                batch: int = batch, heads: int = heads, m: int = accepted, size: float = traffic
+            ) -> tuple[Calls, Calls]:
+                return [_verify(batch, heads, m) for _ in range(sets(size))], []
+
+            yield GraphCase(
+                name=f"kda_verify_B{batch}_H{heads}_m{accepted}",
+                shape=f"B={batch} H={heads} d={SIZE}, {accepted} of {DRAFTS} folded, {DRAFTS + 1} scored, {passes:.2f} state passes",
+                make=make, bytes=traffic,
+            )  # fmt: skip
+    yield from _decode_cases("triton", "_triton")
 
 
-def report(row: Row, results: Path | None) -> None:
-    """Print a row, and append it to the file."""
-    share = "" if row.bound_ms is None else f", {row.bound_ms / row.ours_ms:.0%} of copy speed"
-    peer = "" if row.peer_ms is None else f"; {row.peer}: {1e3 * row.peer_ms:.1f} us"
-    print(f"{row.name}: {1e3 * row.ours_ms:.1f} us{share}{peer}", flush=True)
-    if results is not None:
-        append(results, row)
+def _decode_cases(implementation: str, suffix: str) -> Iterator[GraphCase]:
+    for batch, heads in SHAPES:
+        state_bytes = 8.0 * batch * heads * SIZE * SIZE
+
+        def make(batch: int = batch, heads: int = heads, size: float = state_bytes) -> tuple[Calls, Calls]:
+            count = sets(size)
+            peers = [peer for peer in (_peer(batch, heads) for _ in range(count)) if peer is not None]
+            return [_forced(implementation, _decode(batch, heads)) for _ in range(count)], peers
+
+        yield GraphCase(
+            name=f"kda_decode_B{batch}_H{heads}{suffix}", shape=f"B={batch} H={heads} d={SIZE}, fp32 state, whole step",
+            make=make, peer="fla-core, recurrence alone", bytes=state_bytes,
+        )  # fmt: skip
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+def _forced(implementation: str, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with force(implementation):
+            return call()
+
+    return run

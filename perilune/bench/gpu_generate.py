@@ -1,7 +1,5 @@
 """Rows of decoding on a GPU through the serving engine: a step of a whole model, against the traffic of its weights and states.
 
-    python -m perilune.bench.gpu_generate [RESULTS.jsonl] [PRESET ...]
-
 Weights are random, which changes nothing in time but the experts' load. `ours_ms` is what a step takes at the client: forward
 pass, draw, reading of text; `extra` has the replay of the recorded pass alone. The bound is the least traffic at copy speed.
 """
@@ -9,13 +7,12 @@ pass, draw, reading of text; `extra` has the replay of the recorded pass alone. 
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from perilune.bench.gpu_decode import report
 from perilune.bench.harness import Row, commit, copy_ceiling, device_name, versions
 from perilune.config.presets import preset
 from perilune.model import Transformer
@@ -27,9 +24,10 @@ from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 
 BATCHES = (1, 8, 32)
-PROMPT, NEW, REPEATS = 64, 96, 5
+PROMPT, NEW = 64, 96
 
 
+@lru_cache(maxsize=1)
 @torch.no_grad()
 def _engine(name: str) -> LocalEngine:
     """An engine over random weights, drawn on the device: on the host a few billion numbers take minutes."""
@@ -87,29 +85,40 @@ def _replay_ms(engine: LocalEngine, batch: int) -> float:
     return statistics.median(times)
 
 
-def rows(name: str) -> Iterator[Row]:
-    """Rows of a preset, a batch each."""
-    engine = _engine(name)
-    model = engine.core.runner.model
-    size = sum(p.numel() for p in model.parameters()) / 1e9
-    for batch in BATCHES:
-        _step_ms(engine, batch, 0)  # compiles and records
-        times = [_step_ms(engine, batch, seed) for seed in range(1, REPEATS + 1)]
-        yield Row(
-            name=f"decode_{name}_b{batch}", shape=f"{name}, {size:.2f} B parameters, batch {batch}, prompt {PROMPT}, {NEW} new",
-            ours_ms=statistics.median(times), peer="", peer_ms=None, ratio=None,
-            bound_ms=1e3 * step_bytes(model, batch) / copy_ceiling("cuda"), device=device_name("cuda"), versions=versions(),
-            commit=commit(), ours_spread_ms=(min(times), max(times)), peer_spread_ms=None, samples=len(times),
-            extra={"replay_ms": _replay_ms(engine, batch)},
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """A row: decoding of `batch` sequences by a preset."""
+
+    preset: str
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return f"decode_{self.preset}_b{self.batch}"
+
+    @property
+    def shape(self) -> str:
+        """Of the row."""
+        return f"{self.preset}, bf16, batch {self.batch}, prompt {PROMPT}, {NEW} new"
+
+    def measure(self, device: str, samples: int) -> Row:
+        """Time `samples` answers behind one that compiles and records."""
+        engine = _engine(self.preset)
+        model = engine.core.runner.model
+        _step_ms(engine, self.batch, 0)
+        times = [_step_ms(engine, self.batch, seed) for seed in range(1, samples + 1)]
+        return Row(
+            name=self.name, shape=self.shape, ours_ms=statistics.median(times), peer="", peer_ms=None, ratio=None,
+            bound_ms=1e3 * step_bytes(model, self.batch) / copy_ceiling(device), device=device_name(device),
+            versions=versions(), commit=commit(), ours_spread_ms=(min(times), max(times)), peer_spread_ms=None,
+            samples=samples, extra={"replay_ms": _replay_ms(engine, self.batch)},
         )  # fmt: skip
-    engine.close()
 
 
-if __name__ == "__main__":
-    results, *names = sys.argv[1:] or [""]
-    for preset_name in names or ("mini",):
-        for row in rows(preset_name):
-            report(row, Path(results) if results else None)
-            print(
-                f"   replay {1e3 * row.extra['replay_ms']:.0f} us, {1e3 / row.ours_ms:.0f} steps a second", flush=True
-            )
+def cases(presets: Sequence[str] = ("mini",)) -> Iterator[DecodeCase]:
+    """Rows of the presets, a batch each."""
+    for name in presets:
+        for batch in BATCHES:
+            yield DecodeCase(preset=name, batch=batch)
+        _engine.cache_clear()

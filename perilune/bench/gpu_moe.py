@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from perilune.bench.gpu_decode import graph_times
+from perilune.bench.graphs import graph_times
 from perilune.bench.harness import Row, append, commit, copy_ceiling, device_name, versions
 from perilune.errors import ConfigError
 from perilune.ops.choice import force

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -59,6 +59,37 @@ class Case:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: torch.dtype = torch.float32
+
+    def measure(self, device: str, samples: int) -> Row:
+        """Warm up, then sample ours and the peer in turn."""
+        return _measured(self, device, samples)
+
+
+class Measurable(Protocol):
+    """What a suite is made of."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> str: ...
+
+    def measure(self, device: str, samples: int) -> Row:
+        """Time it."""
+        ...
+
+
+class Work(Protocol):
+    """What a bound is computed from; see `Case`."""
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def bytes(self) -> float: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +170,13 @@ def copy_ceiling(device: str) -> float:
 def matmul_ceiling(device: str, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a square matrix product."""
     size = 8192 if device.startswith("cuda") else 1024
-    a = torch.ones(size, size, device=device, dtype=dtype)
+    # Random numbers: on ones a GPU draws less power and runs faster than on anything that a model holds.
+    a = torch.randn(size, size, device=device).to(dtype)
     best = min(_seconds(lambda: a @ a, 1, device) for _ in range(7))
     return 2 * size**3 / best
 
 
-def bound_ms(case: Case, device: str) -> float | None:
+def bound_ms(case: Work, device: str) -> float | None:
     """The larger of the case's bytes at the copy ceiling and its operations at the matmul ceiling, in milliseconds."""
     times = []
     if case.bytes:
@@ -194,8 +226,7 @@ def commit() -> str:
     return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")
 
 
-def measure(case: Case, device: str, samples: int = SAMPLES) -> Row:
-    """Measure one row: warm up, then sample ours and the peer in turn."""
+def _measured(case: Case, device: str, samples: int) -> Row:
     ours, peer = case.make()
     runs = [ours] if peer is None else [ours, peer]
     repeats = []
@@ -239,7 +270,7 @@ def measure(case: Case, device: str, samples: int = SAMPLES) -> Row:
 
 
 def run_suite(
-    cases: Iterable[Case],
+    cases: Iterable[Measurable],
     *,
     device: str = "cpu",
     budget_seconds: float | None = None,
@@ -270,7 +301,7 @@ def run_suite(
         if row is None:
             if budget_seconds is not None and time.monotonic() - start >= budget_seconds:
                 continue  # later cases may still be in the file
-            row = measure(case, device, samples)
+            row = case.measure(device, samples)
             if results is not None:
                 append(results, row)
         rows.append(row)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.bench import gpu_kda, moe, mx
+from perilune.bench import gpu_attnres, gpu_decode, gpu_generate, gpu_kda, moe, mx
 from perilune.bench.elementwise import PEER as ELEMENTWISE_PEER
 from perilune.bench.elementwise import cases as elementwise_cases
-from perilune.bench.harness import Case, Row, run_suite
+from perilune.bench.harness import Case, Measurable, Row, run_suite
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, kda_decode_step, recurrent_kda_reference
@@ -31,7 +31,7 @@ DECODE_SHAPES = {  # B, H, d
     "cuda": ((1, 96, 128), (16, 96, 128)),
 }
 
-CaseList = Callable[[str], Iterator[Case]]
+CaseList = Callable[[str], Iterator[Measurable]]
 OPS: dict[str, CaseList] = {}
 
 
@@ -202,12 +202,14 @@ def row_operations(device: str) -> Iterator[Case]:
             )
 
 
-@register("kda_gpu")
-def kda_over_sequences(device: str) -> Iterator[Case]:
-    """KDA in bfloat16 on one GPU, forward and backward, against flash-linear-attention where it is installed."""
-    if device == "cuda":
-        yield from gpu_kda.cases()
+def _on_gpu(cases: Callable[[], Iterator[Measurable]]) -> CaseList:
+    """Cases that only a GPU has."""
+    return lambda device: cases() if device == "cuda" else iter(())
 
 
 OPS.update(moe.OPS)
 OPS.update(mx.OPS)
+OPS["kda_gpu"] = _on_gpu(gpu_kda.cases)
+OPS["kda_decode_gpu"] = _on_gpu(gpu_decode.cases)
+OPS["depth_gpu"] = _on_gpu(gpu_attnres.cases)
+OPS["generate_gpu"] = _on_gpu(gpu_generate.cases)

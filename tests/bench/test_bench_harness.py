@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perilune.bench import harness, kernels
-from perilune.bench.harness import Case, Row, append, measure, read, run_suite
+from perilune.bench.harness import Case, Row, append, read, run_suite
 from perilune.errors import ConfigError
 
 KEYS = {"name", "shape", "ours_ms", "peer", "peer_ms", "ratio", "bound_ms", "device", "versions", "commit"}
@@ -46,7 +46,7 @@ def _case(clock: Clock, name: str = "a", ours: float = 0.1, peer: float | None =
 
 
 def test_a_row_holds_medians_ratio_and_bound(clock: Clock) -> None:
-    row = measure(_case(clock, flops=5e8, bytes=1e7), "cpu", samples=5)
+    row = _case(clock, flops=5e8, bytes=1e7).measure("cpu", samples=5)
     assert row.ours_ms == pytest.approx(100) and row.peer_ms == pytest.approx(300)
     assert row.ratio == pytest.approx(3.0), "our speed over the peer's"
     assert row.bound_ms == pytest.approx(50), "the larger of 10 ms of bytes and 50 ms of operations"
@@ -57,19 +57,19 @@ def test_a_row_holds_medians_ratio_and_bound(clock: Clock) -> None:
 
 
 def test_ours_and_the_peer_alternate_after_a_warm_up(clock: Clock) -> None:
-    measure(_case(clock), "cpu", samples=3)
+    _case(clock).measure("cpu", samples=3)
     assert clock.calls == ["a ours", "a ours", "a peer", "a peer"] + ["a ours", "a peer"] * 3
 
 
 def test_no_peer_no_ratio(clock: Clock) -> None:
-    row = measure(_case(clock, peer=None), "cpu", samples=3)
+    row = _case(clock, peer=None).measure("cpu", samples=3)
     assert row.peer_ms is None and row.ratio is None and row.bound_ms is None
 
 
 def test_short_calls_are_repeated_and_long_rows_stop_early(clock: Clock) -> None:
-    row = measure(_case(clock, ours=1e-5, peer=1e-5), "cpu", samples=3)
+    row = _case(clock, ours=1e-5, peer=1e-5).measure("cpu", samples=3)
     assert row.ours_ms == pytest.approx(0.01) and clock.calls.count("a ours") >= 3 * 200
-    assert measure(_case(clock, ours=10.0), "cpu", samples=9).samples == harness.MIN_SAMPLES
+    assert _case(clock, ours=10.0).measure("cpu", samples=9).samples == harness.MIN_SAMPLES
 
 
 def test_a_budget_stops_between_rows_and_a_results_file_continues(clock: Clock, tmp_path: Path) -> None:
