@@ -317,5 +317,5 @@ def run(
                 measure = partial(replay_row, name, trace, policy, geometry, pages)
                 keep(f"cache_{name}_{policy}_{pages}", shape, measure)
     for case in part_cases(cache_geometry(k3()), int(MILLION * scale)):
-        keep(case.name, case.shape, partial(harness.measure, case, device))
+        keep(case.name, case.shape, partial(case.measure, device, harness.SAMPLES))
     return rows
