@@ -8,12 +8,14 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """Of one product: output columns of a tile, depth of a step, steps in flight, and warps of a program."""
+    """Of one product: output columns of a tile, depth of a step, steps in flight, warps of a program, and programs a
+    multiprocessor, each of which takes tile after tile."""
 
     columns: int
     depth: int
     stages: int
     warps: int
+    programs: int = 1
 
 
 class Config(NamedTuple):
@@ -26,7 +28,6 @@ class Config(NamedTuple):
         weights: of a weight's gradient; `columns` of it, and `weight_rows` rows.
         weight_rows: see `weights`.
         group: tiles of rows that take turns with one tile of columns.
-        programs: programs a multiprocessor that walk over the tiles; 0 = a program for each tile.
     """
 
     rows: int
@@ -35,16 +36,17 @@ class Config(NamedTuple):
     weights: Tiles
     weight_rows: int
     group: int = 8
-    programs: int = 0
 
 
 MANY = 160  # routed rows an expert from which 128 rows a tile waste less than they gain
 
+# What a multiprocessor has bounds them: 227 KiB of shared memory for the steps in flight and the tile that is written, and
+# 65536 registers. Several small programs hide each other's ends; large tiles read less.
 HALF = {
-    128: Config(128, Tiles(128, 64, 4, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 3, 4), 128),
-    64: Config(64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4), Tiles(128, 64, 4, 4), 64),
+    128: Config(128, Tiles(128, 64, 4, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 2, 4, 2), 128),
+    64: Config(64, Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 3, 4, 2), Tiles(128, 64, 3, 4, 2), 64),
 }
-FULL = Config(64, Tiles(32, 32, 2, 4), Tiles(64, 32, 2, 4), Tiles(64, 32, 2, 4), 64)
+FULL = Config(64, Tiles(32, 32, 2, 4, 4), Tiles(64, 32, 2, 4, 4), Tiles(64, 32, 2, 4, 4), 64)
 
 
 def config(dtype: torch.dtype, slots: int, experts: int) -> Config:

@@ -15,10 +15,9 @@ from perilune.ops.moe.triton import products
 from perilune.ops.moe.triton.configs import Config, Tiles, config
 from perilune.ops.moe.triton.plan import RowPlan, row_plan
 from perilune.ops.moe.triton.rows import gather, sum_rows, unit_gradient_
+from perilune.ops.moe.triton.unit import Caps, unit_options
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
-
-Caps = tuple[float, float | None] | None
 
 
 def obstacle(z_NL: Tensor, w1_EFL: Tensor) -> str | None:
@@ -94,11 +93,11 @@ def _launch_glu(
 ) -> None:
     _, hidden_size, width = w1_EFL.shape
     rows, (columns, depth, *_) = tiles.rows, tiles.glu
-    products.glu_kernel[_programs(plan, hidden_size, tiles.glu, tiles)](
+    products.glu_kernel[_programs(plan, hidden_size, tiles.glu)](
         _tiled(x_RL, rows, depth), _tiled(w1_EFL, columns, depth), _tiled(w3_EFL, columns, depth),
         *(None if out is None else _tiled(out, rows, columns) for out in results), plan.expert_T, plan.start_E1,
-        len(plan.count_E), *_caps(caps), L=width, F=hidden_size, BM=rows, BN=columns, BK=depth,
-        **_capped(caps), **_settings(x_RL, tiles.glu, tiles),
+        len(plan.count_E), L=width, F=hidden_size, BM=rows, BN=columns, BK=depth,
+        **unit_options(caps), **_settings(x_RL, tiles.glu, tiles),
     )  # fmt: skip
 
 
@@ -107,7 +106,7 @@ def down(h_RF: Tensor, w2_ELF: Tensor, weight_NA: Tensor, plan: RowPlan, tiles: 
     _, width, hidden_size = w2_ELF.shape
     y_RL = h_RF.new_empty(len(h_RF), width)
     rows, (columns, depth, *_) = tiles.rows, tiles.product
-    products.down_kernel[_programs(plan, width, tiles.product, tiles)](
+    products.down_kernel[_programs(plan, width, tiles.product)](
         _tiled(h_RF, rows, depth), _tiled(w2_ELF, columns, depth), _tiled(y_RL, rows, columns), _mixing(weight_NA),
         plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E, len(plan.count_E), F=hidden_size, L=width, BM=rows,
         BN=columns, BK=depth, **_settings(h_RF, tiles.product, tiles),
@@ -121,7 +120,7 @@ def back(pairs: list[tuple[Tensor, Tensor]], plan: RowPlan, tiles: Config) -> Te
     _, depths, width = w.shape
     out_RN = first.new_empty(len(first), width)
     rows, (columns, depth, *_) = tiles.rows, tiles.product
-    products.back_kernel[_programs(plan, width, tiles.product, tiles)](
+    products.back_kernel[_programs(plan, width, tiles.product)](
         _tiled(first, rows, depth), _tiled(w, depth, columns), None if second is None else _tiled(second, rows, depth),
         None if v is None else _tiled(v, depth, columns), _tiled(out_RN, rows, columns), plan.expert_T, plan.start_E1,
         len(plan.count_E), K=depths, N=width, BM=rows, BN=columns, BK=depth,
@@ -136,7 +135,7 @@ def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: R
     out_EMN = torch.empty(like_EMN.shape, dtype=like_EMN.dtype, device=like_EMN.device)
     of = tiles.weights
     count = experts * blocks(rows, tiles.weight_rows) * blocks(columns, of.columns)
-    products.weight_kernel[_at_most(count, left_RM, tiles)](
+    products.weight_kernel[_at_most(count, left_RM, of)](
         _tiled(left_RM, of.depth, tiles.weight_rows), _tiled(right_RN, of.depth, of.columns),
         TensorDescriptor.from_tensor(out_EMN, [1, tiles.weight_rows, of.columns]), plan.start_E1,
         experts, TILE=plan.tile, M=rows, N=columns, BM=tiles.weight_rows, BN=of.columns, BK=of.depth,
@@ -158,20 +157,12 @@ def _mixing(weight_NA: Tensor) -> Tensor:
     return weight_NA.to(torch.float32).contiguous()
 
 
-def _programs(plan: RowPlan, columns: int, of: Tiles, tiles: Config) -> tuple[int]:
-    return _at_most(len(plan.expert_T) * blocks(columns, of.columns), plan.slot_R, tiles)
+def _programs(plan: RowPlan, columns: int, of: Tiles) -> tuple[int]:
+    return _at_most(len(plan.expert_T) * blocks(columns, of.columns), plan.slot_R, of)
 
 
-def _at_most(count: int, on: Tensor, tiles: Config) -> tuple[int]:
-    return (min(count, tiles.programs * units(on.device)) if tiles.programs else count,)
-
-
-def _caps(caps: Caps) -> tuple[float, float]:
-    return (caps[0], caps[1] or 0.0) if caps else (0.0, 0.0)
-
-
-def _capped(caps: Caps) -> dict[str, bool]:
-    return {"GATE_CAPPED": caps is not None, "UP_CAPPED": caps is not None and caps[1] is not None}
+def _at_most(count: int, on: Tensor, of: Tiles) -> tuple[int]:
+    return (min(count, of.programs * units(on.device)),)
 
 
 def _settings(rows: Tensor, of: Tiles, tiles: Config) -> dict[str, int | str]:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.moe.triton.tiles import capped, dot_add, place_of_tile, trips
-from perilune.ops.triton.gates import sigmoid
+from perilune.ops.moe.triton.tiles import dot_add, place_of_tile, trips
+from perilune.ops.moe.triton.unit import gated_unit
 
 
 @triton.jit
 def glu_kernel(
     x, w1, w3, h, gate, up, expert_of_tile, start, experts, beta, linear_beta, L: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GATE_CAPPED: tl.constexpr,
-    UP_CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
+    GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h = glu(x W1^T, x W3^T); or, without h, the two products."""
     columns: tl.constexpr = (F + BN - 1) // BN
@@ -39,9 +39,8 @@ def glu_kernel(
             gate.store([row, column], a.to(gate.dtype))
             up.store([row, column], b.to(up.dtype))
         else:
-            left, _ = capped(a, beta, GATE_CAPPED)
-            right, _ = capped(b, linear_beta, UP_CAPPED)
-            h.store([row, column], (left * sigmoid(a) * right).to(h.dtype))
+            value = gated_unit(a, b, beta, linear_beta, FOUR, GATE_CAPPED, UP_CAPPED)
+            h.store([row, column], value.to(h.dtype))
 
 
 @triton.jit

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.ops.moe.triton.plan import RowPlan
-from perilune.ops.moe.triton.tiles import capped
-from perilune.ops.triton.gates import sigmoid
+from perilune.ops.moe.triton.unit import gated_slopes, unit_options
 from perilune.ops.triton.sizes import blocks, power_of_two
 
 COLUMNS = 1024  # of a row that a program takes
@@ -39,7 +38,7 @@ def _gather_kernel(
 @triton.jit
 def _unit_kernel(
     gate, up, d, weight, dweight, slot_of_row, expert_of_tile, start, counts, experts, beta, linear_beta, F: tl.constexpr,
-    TILE: tl.constexpr, BF: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
+    TILE: tl.constexpr, BF: tl.constexpr, FOUR: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     tile = row // TILE
@@ -55,16 +54,12 @@ def _unit_kernel(
                 a = tl.load(gate + here, at < F, 0.0).to(tl.float32)
                 b = tl.load(up + here, at < F, 0.0).to(tl.float32)
                 g = tl.load(d + here, at < F, 0.0).to(tl.float32)
-                left, left_slope = capped(a, beta, GATE_CAPPED)
-                right, right_slope = capped(b, linear_beta, UP_CAPPED)
-                opened = sigmoid(a)
-                h = left * opened * right
+                h, by_a, by_b = gated_slopes(a, b, beta, linear_beta, FOUR, GATE_CAPPED, UP_CAPPED)
                 total += h * g
                 g *= p
-                da = g * right * (opened * left_slope + opened * (1.0 - opened) * left)
                 tl.store(d + here, (h * p).to(d.dtype.element_ty), at < F)
-                tl.store(gate + here, da.to(gate.dtype.element_ty), at < F)
-                tl.store(up + here, (g * left * opened * right_slope).to(up.dtype.element_ty), at < F)
+                tl.store(gate + here, (g * by_a).to(gate.dtype.element_ty), at < F)
+                tl.store(up + here, (g * by_b).to(up.dtype.element_ty), at < F)
             tl.store(dweight + slot, tl.sum(total, 0))
 
 
@@ -107,11 +102,9 @@ def unit_gradient_(
     width = gate_RF.shape[1]
     dweight_NA = torch.empty(weight_NA.shape, device=gate_RF.device)
     piece = min(COLUMNS, power_of_two(width))
-    beta, linear_beta = caps or (0.0, None)
     _unit_kernel[(plan.rows,)](
         gate_RF, up_RF, d_RF, weight_NA, dweight_NA, plan.slot_R, plan.expert_T, plan.start_E1, plan.count_E,
-        len(plan.count_E), beta, linear_beta or 0.0, F=width, TILE=plan.tile, BF=piece, GATE_CAPPED=caps is not None,
-        UP_CAPPED=linear_beta is not None, num_warps=min(4, max(1, piece // 256)),
+        len(plan.count_E), F=width, TILE=plan.tile, BF=piece, num_warps=min(4, max(1, piece // 256)), **unit_options(caps),
     )  # fmt: skip
     return dweight_NA
 

@@ -1,4 +1,4 @@
-"""Pieces that the kernels of this folder share: products, gated units, and which tile a program takes."""
+"""Pieces that the kernels of this folder share: products, and which tile a program takes."""
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from perilune.ops.triton.available import interpreted
-from perilune.ops.triton.gates import sigmoid
 
 INTERPRET = tl.constexpr(interpreted())
 
@@ -28,16 +27,6 @@ def dot_add(a, b, accumulator, PRECISION: tl.constexpr):
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
-
-
-@triton.jit
-def capped(x, cap, CAPPED: tl.constexpr):
-    """cap * tanh(x / cap) and its slope 1 - tanh^2; x and 1 without a cap."""
-    if CAPPED:
-        half = sigmoid(2.0 * x / cap)
-        # 1 - tanh^2 = 4 half (1 - half): exact zero where the cap is reached, never an infinity
-        return cap * (2.0 * half - 1.0), 4.0 * half * (1.0 - half)
-    return x, tl.full(x.shape, 1.0, tl.float32)
 
 
 @triton.jit
