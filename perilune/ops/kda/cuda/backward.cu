@@ -18,7 +18,8 @@
 //
 // Macros: KEY_DIM, VALUE_DIM (64 or 128), L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq and dk are
 // float), BETA_FLOAT (so are beta and its gradient).
-#include "backward_steps.h"
+#include "backward_elements.h"
+#include "backward_products.h"
 
 KERNEL(THREADS, 1) backward(
     const bf16* q, const bf16* k, const bf16* g, const beta_type* beta, const float* a_log, const float* dt_bias,

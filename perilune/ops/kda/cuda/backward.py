@@ -20,7 +20,7 @@ BETA_TYPES = (torch.bfloat16, torch.float32)
 def kernel(
     key_dim: int, value_dim: int, l2: bool, a: bool, bias: bool, sigmoid: bool, wide: bool, beta_float: bool
 ) -> Kernel:
-    """The kernel for these macros of backward.cu; its shared memory is `Shared` in backward_steps.h."""
+    """The kernel for these macros of backward.cu; its shared memory is `Shared` in backward_shared.h."""
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32

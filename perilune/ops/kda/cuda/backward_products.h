@@ -1,0 +1,155 @@
+// The matrix products of the backward kernel; see backward.cu.
+#pragma once
+#include "backward_shared.h"
+
+// dP and beta dL of rows `q` by rows `k` (blocks of 16, q >= k), with their factors of the shift; on the diagonal also the
+// diagonal of dP and the gradient of beta.
+DEVICE void pairs(
+    Shared& m, int q, int k, float shift, float scale, float beta_scale, const beta_type* beta, int beta_token,
+    beta_type* dbeta, int dbeta_token, int count
+) {
+    float p[2][4] = {}, e[2][4] = {};
+    const int lane = here().lane, r = lane >> 2, c = lane & 3;
+    const bool own = q == k, meets = own && c == r >> 1;  // row 2 r + h meets itself in group h, column r
+    float x[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (meets && 16 * q + 2 * r + h < count) x[h] = beta_in(beta[(i64)(16 * q + 2 * r + h) * beta_token]);
+    const int at = left_at<V>(q, 0, lane), right = row_at<V>(16 * k + 2 * (lane & 7) + (lane >> 4), lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < V / 16; n++) {
+        u32 a1[4], a2[4], b[4];
+        load_matrices(a1, m.d_o + pairs_further(at, n));
+        load_matrices(a2, m.e + pairs_further(at, n));
+        load_matrices(b, m.u + pairs_further(right, n));
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            multiply_add(p[t], a1, b[2 * t], b[2 * t + 1]);
+            multiply_add(e[t], a2, b[2 * t], b[2 * t + 1]);
+        }
+    }
+    if (meets) {
+        const bool odd = r & 1;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = 16 * q + 2 * r + h;
+            m.diagonal[row] = scale * (odd ? p[h][2 * h + 1] : p[h][2 * h]);
+            if (row >= count) continue;
+            const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x[h])) : x[h];
+            const float divisor = fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength;
+            const float d = (odd ? e[h][2 * h + 1] : e[h][2 * h]) / divisor;
+            dbeta[(i64)row * dbeta_token] = beta_out(SIGMOID ? d * (1.0f - divisor / beta_scale) : d / divisor);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            float f[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int below = own ? 2 * r + h - (2 * (2 * c + i) + t) : 2 * r + h + 1;
+                f[i] = below > 0 ? exp2_fast(-shift * (float)below) : 0.0f;
+            }
+            const int at = row_at<CHUNK>(16 * q + 2 * r + h, 2 * k + t) + 4 * c;
+            const bool low = f[0] != 0.0f, high = f[1] != 0.0f;  // a select: what the mask hides may be anything
+            *(u32*)(m.dp + at) = pack(low ? p[t][2 * h] * f[0] : 0.0f, high ? p[t][2 * h + 1] * f[1] : 0.0f);
+            *(u32*)(m.eu + at) = pack(low ? e[t][2 * h] * f[0] : 0.0f, high ? e[t][2 * h + 1] * f[1] : 0.0f);
+        }
+}
+
+// gamma sum_v S dS for the warp's 8 channels: every lane takes a value channel in 32, then the lanes' sums meet.
+DEVICE void through(Shared& m) {
+    const int lane = here().lane, warp = here().warp;
+    float x[8] = {};
+#pragma unroll
+    for (int v = lane; v < V; v += 32) {
+        const uint4 a = *(const uint4*)(m.s + state_at(v, warp)), b = *(const uint4*)(m.ds + state_at(v, warp));
+        const u32 s[4] = {a.x, a.y, a.z, a.w}, d[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = fmaf(half_of(s[i >> 1], i & 1), half_of(d[i >> 1], i & 1), x[i]);
+    }
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) four[i] = (lane & 16 ? x[4 + i] : x[i]) + shuffle_xor(lane & 16 ? x[i] : x[4 + i], 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) two[i] = (lane & 8 ? four[2 + i] : four[i]) + shuffle_xor(lane & 8 ? four[i] : four[2 + i], 8);
+    float one = (lane & 4 ? two[1] : two[0]) + shuffle_xor(lane & 4 ? two[0] : two[1], 4);
+    one = row_sum(one);
+    const int channel = 8 * warp + (lane >> 2);
+    if ((lane & 3) == 0)
+        m.through[channel] = one * m.decay[0][channel] * m.decay[1][channel] * m.decay[2][channel] * m.decay[3][channel];
+}
+
+// Of d_q and of d_k where k reads, which hold what comes through the state: the pairs of rows in this chunk, from the
+// earliest block of rows to their own.
+DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift) {
+    const Place p = here();
+    const float unstep[2] = {exp2_fast(-shift * (2 * p.r + 1)), exp2_fast(-shift * (2 * p.r + 2))};
+    const int at = left_at<CHUNK>(p.block, 0, p.lane), right = right_at(0, p.w, p.lane);
+    u32 a[4];
+    scale_rows(d_q, unstep);
+    scale_rows(d_k, unstep);
+#pragma unroll 1
+    for (int i = 0; i < p.block; i++) {
+        scale_columns(d_q, d_k, m.decay[i], p);
+        load_matrices(a, m.dp + pairs_further(at, i));
+        add_products(d_q, a, m.far + i * (32 * K), right);
+        load_matrices(a, m.eu + pairs_further(at, i));
+        add_products(d_k, a, m.far + i * (32 * K), right);
+    }
+    load_matrices(a, m.dp + pairs_further(at, p.block));
+    add_products(d_q, a, m.near + p.block * (32 * K), right);
+    load_matrices(a, m.eu + pairs_further(at, p.block));
+    add_products(d_k, a, m.near + p.block * (32 * K), right);
+}
+
+// Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
+DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, const float (&down)[4][4], float shift) {
+    const Place p = here();
+    float rows[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) rows[h] = m.k_rstd[p.row + h] * exp2_fast(shift * (2 * p.r + 1 + h));
+    float sum[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 f = make_float2(1.0f, 1.0f);
+#pragma unroll 1
+        for (int i = BLOCKS - 1; i >= p.block; i--) {
+            const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
+            f.x *= one.x;
+            f.y *= one.y;
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float factor = e ? f.y : f.x;  // before 1 / up: the product of the other two may pass the range
+            const float a = d_key[j][e] * rows[0] * factor * down[j][e];
+            const float b = d_key[j][2 + e] * rows[1] * factor * down[j][2 + e];
+            sum[j][e] = fmaf(a, own.k_at(j, e), b * own.k_at(j, 2 + e));
+        }
+    }
+    const float one = column_sum(sum, p.lane);
+    m.tail[p.block][column_of(p.w, p.lane)] = one;
+}
+
+// The pairs of rows in this chunk, from the last block of rows to their own.
+DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
+    const Place p = here();
+    const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
+    u32 a[4];
+#pragma unroll 1
+    for (int i = BLOCKS - 1; i > p.block; i--) {
+        scale_columns(d_key, m.decay[i], p);
+        load_matrices_transposed(a, m.dp + at + i * (32 * CHUNK));
+        add_products(d_key, a, m.q + i * (32 * K), right);
+        load_matrices_transposed(a, m.eu + at + i * (32 * CHUNK));
+        add_products(d_key, a, m.k + i * (32 * K), right);
+    }
+    const float step[2] = {exp2_fast(shift * (2 * p.r + 1)), exp2_fast(shift * (2 * p.r + 2))};
+    scale_rows(d_key, step);
+    scale_columns(d_key, m.decay[p.block], p);
+    load_matrices_transposed(a, m.dp + at + p.block * (32 * CHUNK));
+    add_products(d_key, a, m.q + p.block * (32 * K), right);
+    load_matrices_transposed(a, m.eu + at + p.block * (32 * CHUNK));
+    add_products(d_key, a, m.k + p.block * (32 * K), right);
+}
