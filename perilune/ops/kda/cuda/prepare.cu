@@ -26,8 +26,8 @@ constexpr int CHUNK = 64, TILE = 32, THREADS = 256, GROUPS = K / 32;
 constexpr int SUM_STRIDE = K + 4, L_STRIDE = 80, A_STRIDE = 72;  // elements of a row, against bank conflicts
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 // Shared memory in bytes: what is named on the right takes the place of what is named before it.
-constexpr int BETA = 0, NORMS = 256;                // of the rows; 1 / |q|, 1 / |k|
-constexpr int ENDS = 768, FACTORS = ENDS + 8 * K;   // a tile's sum, and the other tile's decay
+constexpr int BETA = 0, NORMS = 256, SHIFTS = 768;  // of the rows; 1 / |q|, 1 / |k|; bits that a tile's rows are shifted
+constexpr int ENDS = 896, FACTORS = ENDS + 8 * K;   // a tile's sum, and the other tile's decay
 constexpr int SUMS = FACTORS + 8 * K;               // g, running sums, keys; blocks of the inverse and A
 constexpr int SUMS_BYTES = larger(4 * CHUNK * SUM_STRIDE, 16384 + 2 * CHUNK * A_STRIDE);
 constexpr int ROWS = SUMS + SUMS_BYTES;             // q and k, left operands; L
@@ -39,9 +39,9 @@ constexpr float LEAST_BETA = 1e-12f;   // a write strength of 0 is computed as t
 
 enum Flags { L2_NORM = 1, GATE = 2, BETA_SIGMOID = 4, BETA_FLOAT = 8 };
 
-// Bits by which row r of a tile is shifted.
-DEVICE int shift_of(int r, float shift) { return (int)fmaf(shift, (float)(r + 1), 0.5f); }
 DEVICE float power_of_2(int n) { return from_bits((u32)(127 + n) << 23); }
+
+DEVICE u32 pair_of(float x) { return (bits(x) >> 16) * 0x10001u; }  // twice the same bfloat16
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 DEVICE uint4 pack8(const float (&x)[8]) {
@@ -52,28 +52,34 @@ DEVICE uint4 times(uint4 v, u32 by) {
 }
 
 // Where 8 channels of a row of q or k lie, by the number of their 16 bytes: odd rows swap halves of 128 bytes.
-DEVICE int place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % 2 * 4) * 16; }
+DEVICE int place(int row, int piece) { return row * ROW_BYTES + (piece ^ (row & 1) << 2) * 16; }
 
 // A warp's 32 lanes add up CHANNELS channels each. Their bytes of a row of sums hold its g before: float in place, bfloat16
 // in the upper half.
 constexpr int CHANNELS = K / 64, SEGMENT = 128 * CHANNELS, G_BYTES = G_FLOAT ? 4 : 2, G_LOW = G_FLOAT ? 0 : SEGMENT / 2;
 
-DEVICE void copy_gates(u8* sums, const u8* g, int token_bytes, int rows, int thread) {
-    constexpr int PIECES = K * G_BYTES / 16, OF_SEGMENT = 32 * CHANNELS * G_BYTES / 16;
+// A warp copies its channels of 32 rows of g.
+DEVICE void copy_gates(u8* segment, const u8* g, int token_bytes, int rows, int lane) {
+    constexpr int PIECES = 32 * CHANNELS * G_BYTES / 16, AT_ONCE = 32 / PIECES;
+    const int first = (u32)lane / PIECES, piece = (u32)lane % PIECES * 16;
+    u8* to = segment + first * (4 * SUM_STRIDE) + G_LOW + piece;
+    const u8* from = g + (i64)first * token_bytes + piece;
 #pragma unroll
-    for (int n = 0; n < CHUNK * PIECES / THREADS; n++) {
-        const int r = (thread + n * THREADS) / PIECES, piece = thread % PIECES;
-        u8* const to = sums + r * (4 * SUM_STRIDE) + piece / OF_SEGMENT * SEGMENT + G_LOW + piece % OF_SEGMENT * 16;
-        copy_async(to, g + (i64)r * token_bytes + 16 * piece, r < rows);
+    for (int r = 0; r < TILE; r += AT_ONCE) {
+        copy_async(to + r * (4 * SUM_STRIDE), from, first + r < rows);
+        from += AT_ONCE * token_bytes;
     }
 }
 
-DEVICE void copy_rows(u8* to, const bf16* from, i64 token, int rows, int thread) {
-    constexpr int PIECES = K / 8;
+// A warp copies 16 rows of q or k, the first of an even number.
+DEVICE void copy_rows(u8* to, const bf16* x, int token, int rows, int lane) {
+    constexpr int PIECES = K / 8, AT_ONCE = 32 / PIECES;
+    const int first = (u32)lane / PIECES, piece = (u32)lane % PIECES;
+    const bf16* from = x + (i64)first * token + 8 * piece;
 #pragma unroll
-    for (int n = 0; n < CHUNK * PIECES / THREADS; n++) {
-        const int r = (thread + n * THREADS) / PIECES, piece = thread % PIECES;
-        copy_async(to + place(r, piece), from + r * token + 8 * piece, r < rows);
+    for (int r = 0; r < 16; r += AT_ONCE) {
+        copy_async(to + place(first + r, piece), from, first + r < rows);
+        from += AT_ONCE * token;
     }
 }
 
@@ -84,9 +90,12 @@ DEVICE float add_decay(float sum, float z, float slope, float offset, float boun
     return sum + (d < LEAST_LOG2 ? LEAST_LOG2 : d);  // a NaN stays
 }
 
-// Step 1: from g to running sums for a warp's channels of one tile, in place. `own` is this lane's part of the first row.
-DEVICE void add_up(float (&sum)[CHANNELS], u8* own, int lane, int rows, float slope, const float (&offset)[CHANNELS], float bound, bool logits) {
-    const u8* const raw = own - lane * 4 * CHANNELS + G_LOW + lane * G_BYTES * CHANNELS;
+// Step 1: from g to running sums for a warp's channels of one tile, in place.
+DEVICE void add_up(
+    float (&sum)[CHANNELS], u8* segment, int lane, int rows, float slope, const float (&offset)[CHANNELS], float bound,
+    bool logits) {
+    u8* const own = segment + 4 * CHANNELS * lane;
+    const u8* const raw = segment + G_LOW + G_BYTES * CHANNELS * lane;
 #pragma unroll 1
     for (int first = 0; first < TILE; first += 8) {
         float z[8][CHANNELS];
@@ -128,6 +137,80 @@ DEVICE void norms_of(float (&norm)[2], const u8* rows, int row, int t) {
         norm[h] = rsqrt_fast(sum + 1e-6f);
     }
 }
+
+// Step 2: q and k times their factors. `row` and row + 8 are this thread's rows, `group` its first 32 channels, 8 t .. 8 t + 7
+// its channels of them.
+struct Rows {
+    u8* memory;
+    int row, group, t;
+
+    // To memory, to shared memory as keys and as left operands. LOWER: rows of the second tile. `first`: this thread's
+    // first element of Qd, Kd and Kr.
+    template <bool LOWER> __device__ __forceinline__ void times_factors(bf16* Qd, bf16* Kd, bf16* Kr, i64 first) const {
+        const float* const norms = (const float*)(memory + NORMS);
+        const float* const ends = (const float*)(memory + ENDS) + LOWER * K + 32 * group + 8 * t;
+        const float* const factors = (const float*)(memory + FACTORS) + LOWER * K + 32 * group + 8 * t;
+#pragma unroll 1
+        for (int h = 0; h < 2; h++) {
+            const int r = row + 8 * h, shifted = ((const int*)(memory + SHIFTS))[r & 31];
+            const float q_norm = norms[r], k_norm = norms[CHUNK + r], step = (float)shifted, unstep = power_of_2(-shifted);
+            const u32 unstep_pair = pair_of(unstep);
+            float* const sums = (float*)(memory + SUMS) + r * SUM_STRIDE + 32 * group + 8 * t;
+#pragma unroll 1
+            for (int j = 0; j < GROUPS / 2; j++) {
+                float* const own = sums + 32 * j;
+                uint4* const own_q = (uint4*)(memory + ROWS + place(r, 4 * (group + j) + t));
+                uint4* const own_k = (uint4*)((u8*)own_q + ROWS_OF_K);
+                const uint4 q_raw = *own_q, k_raw = *own_k;
+                float sum[8], end[8], factor[8];
+#pragma unroll
+                for (int c = 0; c < 8; c += 4) {
+                    *(float4*)(sum + c) = *(const float4*)(own + c);
+                    *(float4*)(end + c) = *(const float4*)(ends + 32 * j + c);
+                    *(float4*)(factor + c) = *(const float4*)(factors + 32 * j + c);
+                }
+                u32 q_up[4], k_up[4], near[4], far[4], q_out[4], k_out[4], r_out[4];
+#pragma unroll
+                for (int p = 0; p < 4; p++) {
+                    const u32 q_two = word(q_raw, p), k_two = word(k_raw, p);
+                    float qs[2] = {low_half(q_two) * q_norm, high_half(q_two) * q_norm};
+                    float ks[2] = {low_half(k_two) * k_norm, high_half(k_two) * k_norm};
+                    float down[2], to[2];
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const float x = sum[2 * p + e], s = x + step;
+                        const float up = exp2_fast(s);
+                        down[e] = ks[e] * exp2_fast(-s);
+                        to[e] = ks[e] * exp2_fast(end[2 * p + e] - x);
+                        qs[e] *= up;
+                        ks[e] *= up;
+                    }
+                    q_up[p] = pack(qs[0], qs[1]);
+                    k_up[p] = pack(ks[0], ks[1]);
+                    near[p] = pack(down[0], down[1]);
+                    far[p] = pack(to[0], to[1]);
+                    if (LOWER) {
+                        q_out[p] = pack(qs[0] * unstep * factor[2 * p], qs[1] * unstep * factor[2 * p + 1]);
+                        k_out[p] = pack(ks[0] * unstep * factor[2 * p], ks[1] * unstep * factor[2 * p + 1]);
+                        r_out[p] = far[p];
+                    } else {  // a power of 2: nothing is rounded twice
+                        q_out[p] = multiply_pair(q_up[p], unstep_pair);
+                        k_out[p] = multiply_pair(k_up[p], unstep_pair);
+                        r_out[p] = pack(to[0] * factor[2 * p], to[1] * factor[2 * p + 1]);
+                    }
+                }
+                *(uint4*)own = make_uint4(near[0], near[1], near[2], near[3]);
+                if (!LOWER) *(uint4*)(own + 4) = make_uint4(far[0], far[1], far[2], far[3]);
+                *own_q = make_uint4(q_up[0], q_up[1], q_up[2], q_up[3]);
+                *own_k = make_uint4(k_up[0], k_up[1], k_up[2], k_up[3]);
+                const i64 at = first + 8 * h * K + 32 * j;
+                store_once(Qd + at, make_uint4(q_out[0], q_out[1], q_out[2], q_out[3]));
+                store_once(Kd + at, make_uint4(k_out[0], k_out[1], k_out[2], k_out[3]));
+                store_once(Kr + at, make_uint4(r_out[0], r_out[1], r_out[2], r_out[3]));
+            }
+        }
+    }
+};
 
 // Step 3: 16 rows against 32 keys. Column n of block b is key 8 (n / 2) + 2 b + n % 2, so that a thread holds, of rows i and
 // i + 8, keys 8 t .. 8 t + 7 in the order [b][e]. `rows` holds this thread's 8 channels of row i, `keys` of its first key.
@@ -203,41 +286,31 @@ prepare(
     const float* __restrict__ a_log, const float* __restrict__ dt_bias, const int* __restrict__ chunks,
     bf16* __restrict__ Qd, bf16* __restrict__ Kd, bf16* __restrict__ Kr, bf16* __restrict__ P, bf16* __restrict__ A,
     float* __restrict__ gamma, float scale, float lower_bound, float shift, float beta_scale,
-    i64 q_token, i64 q_head, i64 k_token, i64 k_head, i64 g_token, i64 g_head, i64 beta_token, i64 beta_head,
-    int heads, int group, int flags) {
+    i64 q_head, i64 k_head, i64 g_head, i64 beta_head, int q_token, int k_token, int g_token, int beta_token, int heads,
+    int group, int flags) {
     SHARED(memory);
     float* const beta_of = (float*)(memory + BETA);
     float* const norms = (float*)(memory + NORMS);
+    int* const shifts = (int*)(memory + SHIFTS);
     float* const ends = (float*)(memory + ENDS);
     float* const factors = (float*)(memory + FACTORS);
     float* const sums = (float*)(memory + SUMS);
     float* const square = (float*)(memory + ROWS);
 
-    const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, i = lane / 4, t = lane % 4;
+    const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31, i = lane >> 2, t = lane & 3;
     const i64 program = blockIdx.x;
-    const int chunk = blockIdx.x / heads, head = blockIdx.x % heads;
+    const int chunk = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads, shared_head = (u32)head / (u32)group;
     const i64 start = chunks[2 * chunk];
     const int count = chunks[2 * chunk + 1];
-    copy_gates(memory + SUMS, (const u8*)g + (start * g_token + head * g_head) * G_BYTES, (int)g_token * G_BYTES, count, thread);
-    copy_rows(memory + ROWS, q + start * q_token + head / group * q_head, q_token, count, thread);
-    copy_rows(memory + ROWS + ROWS_OF_K, k + start * k_token + head / group * k_head, k_token, count, thread);
-    copy_commit();
-    if (thread < CHUNK) {
-        float b = 0.0f;
-        if (thread < count) {
-            const i64 at = (start + thread) * beta_token + head * beta_head;
-            b = flags & BETA_FLOAT ? ((const float*)beta)[at] : to_float(((const bf16*)beta)[at]);
-            if (flags & BETA_SIGMOID) b = beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * b));
-            if (fabsf(b) < LEAST_BETA) b = LEAST_BETA;
-        }
-        beta_of[thread] = b;
-    }
-    copy_wait<0>();
-    sync_threads();
 
-    // Step 1.
+    // Step 1: every warp works on what it has copied itself.
     if (warp < 4) {
-        const int tile = warp / 2, channel = thread % 64 * CHANNELS;
+        const int tile = warp >> 1, channel = (thread & 63) * CHANNELS;
+        const i64 at = (start + TILE * tile) * g_token + head * g_head + (warp & 1) * 32 * CHANNELS;
+        u8* const segment = memory + SUMS + TILE * tile * (4 * SUM_STRIDE) + (warp & 1) * SEGMENT;
+        copy_gates(segment, (const u8*)g + at * G_BYTES, g_token * G_BYTES, count - TILE * tile, lane);
+        copy_commit();
+        if (warp == 0) shifts[lane] = (int)fmaf(shift, (float)(lane + 1), 0.5f);
         const float rate = a_log ? exp2_fast(LOG2E * a_log[head]) : 1.0f, slope = -LOG2E * rate, bound = LOG2E * lower_bound;
         float offset[CHANNELS], sum[CHANNELS];
 #pragma unroll
@@ -245,19 +318,36 @@ prepare(
             offset[c] = dt_bias ? slope * dt_bias[head * K + channel + c] : 0.0f;
             sum[c] = 0.0f;
         }
-        u8* const own = memory + SUMS + TILE * tile * (4 * SUM_STRIDE) + 4 * channel;
-        if (flags & GATE) add_up(sum, own, lane, count - TILE * tile, slope, offset, bound, true);
-        else add_up(sum, own, lane, count - TILE * tile, slope, offset, bound, false);
+        copy_wait<0>();
+        sync_warp();
+        add_up(sum, segment, lane, count - TILE * tile, slope, offset, bound, flags & GATE);
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) {
             ends[tile * K + channel + c] = sum[c];
             factors[(1 - tile) * K + channel + c] = exp2_fast(sum[c]);
         }
     } else {
+        const int first = 16 * (warp - 4), row = first + i;
+        const i64 token = start + first;
+        copy_rows(memory + ROWS + place(first, 0), q + token * q_token + shared_head * q_head, q_token, count - first, lane);
+        copy_rows(memory + ROWS + ROWS_OF_K + place(first, 0), k + token * k_token + shared_head * k_head, k_token, count - first, lane);
+        copy_commit();
+        if (lane < 16) {
+            float b = 0.0f;
+            const int r = first + lane;
+            if (r < count) {
+                const i64 at = (start + r) * beta_token + head * beta_head;
+                b = flags & BETA_FLOAT ? ((const float*)beta)[at] : to_float(((const bf16*)beta)[at]);
+                if (flags & BETA_SIGMOID) b = beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * b));
+                if (fabsf(b) < LEAST_BETA) b = LEAST_BETA;
+            }
+            beta_of[r] = b;
+        }
+        copy_wait<0>();
+        sync_warp();
 #pragma unroll 1
         for (int x = 0; x < 2; x++) {
             float norm[2] = {1.0f, 1.0f};
-            const int row = 16 * (warp - 4) + i;
             if (flags & L2_NORM) norms_of(norm, memory + ROWS + x * ROWS_OF_K, row, t);
             if (t == 0) {
                 norms[x * CHUNK + row] = x ? norm[0] : scale * norm[0];
@@ -269,79 +359,40 @@ prepare(
     if (thread < K) gamma[program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
 
     // Steps 2 and 3: 16 rows, of which this thread has `row` and row + 8.
-    const int tile = warp / 4, row = 16 * (warp / 2) + i;
-#pragma unroll 1
-    for (int n = 0; n < GROUPS; n++) {
-        const int r = row + n % 2 * 8, group_of_32 = warp % 2 * (GROUPS / 2) + n / 2, channel = 32 * group_of_32 + 8 * t;
-        const float q_norm = norms[r], k_norm = norms[CHUNK + r];
-        const int bits_off = shift_of(r % TILE, shift);
-        const float step = (float)bits_off, unstep = power_of_2(-bits_off);
-        float* const own = sums + r * SUM_STRIDE + channel;
-        uint4* const own_q = (uint4*)(memory + ROWS + place(r, 4 * group_of_32 + t));
-        uint4* const own_k = (uint4*)((u8*)own_q + ROWS_OF_K);
-        const uint4 q_raw = *own_q, k_raw = *own_k;
-        float sum[8], end[8], factor[8];
-#pragma unroll
-        for (int c = 0; c < 8; c += 4) {
-            *(float4*)(sum + c) = *(const float4*)(own + c);
-            *(float4*)(end + c) = *(const float4*)(ends + tile * K + channel + c);
-            *(float4*)(factor + c) = *(const float4*)(factors + tile * K + channel + c);
-        }
-        u32 q_up[4], k_up[4], near[4], far[4], q_out[4], k_out[4], r_out[4];
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            const u32 q_two = word(q_raw, p), k_two = word(k_raw, p);
-            float qs[2] = {low_half(q_two) * q_norm, high_half(q_two) * q_norm};
-            float ks[2] = {low_half(k_two) * k_norm, high_half(k_two) * k_norm};
-            float down[2], to[2];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float x = sum[2 * p + e], s = x + step;
-                const float up = exp2_fast(s);
-                down[e] = ks[e] * exp2_fast(-s);
-                to[e] = ks[e] * exp2_fast(end[2 * p + e] - x);
-                qs[e] *= up;
-                ks[e] *= up;
-            }
-            q_up[p] = pack(qs[0], qs[1]);
-            k_up[p] = pack(ks[0], ks[1]);
-            near[p] = pack(down[0], down[1]);
-            far[p] = pack(to[0], to[1]);
-            const float enter[2] = {tile ? factor[2 * p] : 1.0f, tile ? factor[2 * p + 1] : 1.0f};
-            const float leave[2] = {tile ? 1.0f : factor[2 * p], tile ? 1.0f : factor[2 * p + 1]};
-            q_out[p] = pack(qs[0] * unstep * enter[0], qs[1] * unstep * enter[1]);
-            k_out[p] = pack(ks[0] * unstep * enter[0], ks[1] * unstep * enter[1]);
-            r_out[p] = pack(to[0] * leave[0], to[1] * leave[1]);
-        }
-        *(uint4*)own = make_uint4(near[0], near[1], near[2], near[3]);
-        *(uint4*)(own + 4) = make_uint4(far[0], far[1], far[2], far[3]);
-        *own_q = make_uint4(q_up[0], q_up[1], q_up[2], q_up[3]);
-        *own_k = make_uint4(k_up[0], k_up[1], k_up[2], k_up[3]);
-        const i64 at = program * (CHUNK * K) + r * K + channel;
-        store_once(Qd + at, make_uint4(q_out[0], q_out[1], q_out[2], q_out[3]));
-        store_once(Kd + at, make_uint4(k_out[0], k_out[1], k_out[2], k_out[3]));
-        store_once(Kr + at, make_uint4(r_out[0], r_out[1], r_out[2], r_out[3]));
+    const int tile = warp >> 2, row = 16 * (warp >> 1) + i;
+    {
+        Rows x;
+        x.memory = memory;
+        x.row = row;
+        x.group = (warp & 1) * (GROUPS / 2);
+        x.t = t;
+        const i64 at = program * (CHUNK * K) + row * K + 32 * x.group + 8 * t;
+        if (tile) x.times_factors<true>(Qd, Kd, Kr, at);
+        else x.times_factors<false>(Qd, Kd, Kr, at);
     }
     sync_threads();
 
-    const bool of_keys = warp % 2;
+    const bool of_keys = warp & 1;
     const u8* const rows = memory + ROWS + (of_keys ? ROWS_OF_K : 0);
-    const float* const first_key = sums + (8 * (i / 2) + i % 2) * SUM_STRIDE + 8 * t;
+    const float* const first_key = sums + (8 * (i >> 1) + (i & 1)) * SUM_STRIDE + 8 * t;
     float near[4][4], far[4][4];
-    const int shifts[2] = {shift_of(row % TILE, shift), shift_of(row % TILE + 8, shift)};
-    const u32 unstep[2] = {(bits(power_of_2(-shifts[0])) >> 16) * 0x10001u, (bits(power_of_2(-shifts[1])) >> 16) * 0x10001u};
+    const int shifted[2] = {shifts[row & 31], shifts[(row & 31) + 8]};
+    const u32 unstep[2] = {pair_of(power_of_2(-shifted[0])), pair_of(power_of_2(-shifted[1]))};
     against_keys(near, rows, row, t, first_key + TILE * tile * SUM_STRIDE, false, unstep);
     if (tile) against_keys(far, rows, row, t, first_key + 4, true, unstep);
     // L takes the place of rows that other warps still read.
     if (of_keys) barrier_sync(1, THREADS);
     else barrier_arrive(1, THREADS);
+    int columns_shifted[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) columns_shifted[c] = shifts[8 * t + c];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int r = row % TILE + 8 * h;
+        const int r = (row & 31) + 8 * h;
         float inside[8], before[8];
 #pragma unroll
         for (int c = 0; c < 8; c++) {
-            const float unshift = power_of_2(shift_of(8 * t + c, shift) - shifts[h]);
+            const float unshift = power_of_2(columns_shifted[c] - shifted[h]);
             inside[c] = 8 * t + c + of_keys <= r ? near[c / 2][2 * h + c % 2] * unshift : 0.0f;
             before[c] = tile ? far[c / 2][2 * h + c % 2] : 0.0f;
         }
@@ -365,10 +416,10 @@ prepare(
     sync_warp();
 
     // Step 4, four warps: the diagonal block, a lane a column (twice over); the inverse takes the block's place.
-    const int own_block = warp / 2;
+    const int own_block = warp >> 1;
     {
         float* const block = square + 16 * own_block * (L_STRIDE + 1);
-        const int column = lane % 16;
+        const int column = lane & 15;
         float x[16];
 #pragma unroll
         for (int r = 0; r < 16; r++) {
@@ -393,11 +444,11 @@ prepare(
     // Columns 16 w .. of the inverse X, as y = X^T: a block of y holds rows i, i + 8 and columns 4 t + 2 b, + 1 of block r.
     // X_rw = -D_r sum_c L_rc X_cw for blocks r below w, where D_r is the inverted diagonal block.
     float* const found = sums + 1024 * own_block + 4 * lane;  // this thread's part of the blocks of y found so far
-    const float* const mine = square + (4 * (i / 2) + i % 2) * L_STRIDE + 4 * t;
+    const float* const mine = square + (4 * (i >> 1) + (i & 1)) * L_STRIDE + 4 * t;
     bf16* const staged = (bf16*)(memory + STAGED) + 16 * own_block;
     const float column_beta[2] = {beta_of[16 * own_block + i], beta_of[16 * own_block + i + 8]};
-    const int n = lane % 8, b = lane / 16, h = lane / 8 % 2;
-    bf16* const stored = staged + (4 * (n / 2) + 2 * b + n % 2) * A_STRIDE + 8 * h;
+    const int n = lane & 7, b = lane >> 4, h = lane >> 3 & 1;
+    bf16* const stored = staged + (4 * (n >> 1) + 2 * b + (n & 1)) * A_STRIDE + 8 * h;
 #pragma unroll 1
     for (int r = 0; r < 4; r++) {
         float y[2][4] = {};
@@ -436,10 +487,10 @@ prepare(
         store_matrices_transposed(m, stored + 16 * r * A_STRIDE);
     }
     sync_warp();
-    bf16* const A_out = A + program * (CHUNK * CHUNK) + 16 * own_block + 8 * (lane % 2);
+    bf16* const A_out = A + program * (CHUNK * CHUNK) + 16 * own_block + 8 * (lane & 1);
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const int r = 16 * n + lane / 2;
-        store_once(A_out + r * CHUNK, *(const uint4*)(staged + r * A_STRIDE + 8 * (lane % 2)));
+        const int r = 16 * n + (lane >> 1);
+        store_once(A_out + r * CHUNK, *(const uint4*)(staged + r * A_STRIDE + 8 * (lane & 1)));
     }
 }

@@ -28,7 +28,7 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
     return Kernel(
         Path(__file__).parent / "prepare.cu",
         "prepare",
-        "P" * 13 + "f" * 4 + "q" * 8 + "i" * 3,
+        "P" * 13 + "f" * 4 + "q" * 4 + "i" * 7,
         threads=THREADS,
         shared_bytes=_shared_bytes(key_dim),
         defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},
@@ -38,7 +38,7 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
 def _shared_bytes(key_dim: int) -> int:
     """As laid out in prepare.cu."""
     sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
-    return 768 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
+    return 896 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
 
 
 def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str | None:
@@ -51,6 +51,8 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str
         return f"the CUDA kernel takes g and beta in bfloat16 or float32, not {_name(g.dtype)} and {_name(beta.dtype)}"
     if q.shape[-1] not in KEY_DIMS:
         return f"the CUDA kernel is written for K of 64 or 128, not {q.shape[-1]}"
+    if any(x.stride(0) * x.element_size() >= 2**25 for x in (q, k, g, beta)):  # 64 of them are counted in 32 bits
+        return "the CUDA kernel takes tokens that lie less than 32 MiB apart"
     if not all(_aligned(x) for x in (q, k, g)):
         return (
             "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
@@ -75,7 +77,8 @@ def run(
         (chunks.shape[0] * heads,),
         q, k, g, beta, A_log, dt_bias, chunks, *out,
         s.scale, s.lower_bound, -0.5 * s.lower_bound * math.log2(math.e), s.beta_scale,
-        *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(), heads, heads // q.shape[1], flags,
+        *(x.stride(1) for x in (q, k, g, beta)), *(x.stride(0) for x in (q, k, g, beta)),
+        heads, heads // q.shape[1], flags,
     )  # fmt: skip
 
 
