@@ -72,6 +72,13 @@ def test_the_program_decides_as_its_tables_say(machine):
     assert verdict(program, arch, call["ioctl"], 0, 0x5401) == ALLOW
     # 64-bit arguments whose lower half is what the kernel looks at.
     assert verdict(program, arch, call["ioctl"], 0, 0x100005412) == REFUSE
+    # Tracking its own writes, never holding up the kernel.
+    assert (
+        verdict(program, arch, call["userfaultfd"], 1) == ALLOW == verdict(program, arch, call["userfaultfd"], 0x80801)
+    )
+    assert (
+        verdict(program, arch, call["userfaultfd"], 0) == REFUSE == verdict(program, arch, call["userfaultfd"], 0x80800)
+    )
     other = next(value for value in seccomp.ARCHITECTURES.values() if value != arch)
     assert verdict(program, other, 0) == REFUSE == verdict(program, 0x40000003, 0)
     if machine == "x86_64":

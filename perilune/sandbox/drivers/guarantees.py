@@ -55,7 +55,7 @@ def guarantees(group: Group, spec: Spec, filtered: bool, changes: str) -> tuple[
             else "files that belong to the host's root are read-only for guests of other users; /workspace, /root, /etc, /tmp and /opt are not",
         ),
         Guarantee("no orphans", True, "the kernel ends all processes with their owner"),
-        Guarantee("memory snapshot", False, "snapshots hold files; processes are not saved"),
+        Guarantee("memory snapshot", False, "snapshots hold files; no process is saved, but the state of a PythonSession is"),
     )  # fmt: skip
 
 

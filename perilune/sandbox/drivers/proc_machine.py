@@ -19,7 +19,7 @@ from perilune.errors import SandboxError
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.guarantees import guarantees
 from perilune.sandbox.drivers.running import Running
-from perilune.sandbox.guest import layer, wire
+from perilune.sandbox.guest import arena, layer, wire
 from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Look, Saved, Spec, StoreDamaged
 from perilune.sandbox.store import Batch
 
@@ -36,6 +36,9 @@ class ProcMachine:
         self.sandbox, self.control, self.group, self.spec, self.scratch = sandbox, control, group, spec, scratch
         self._lock = threading.Lock()
         self._pidfd = self._agent = -1
+        self._captured = 0
+        self._saved: tuple[int, dict[str, list[str | None]]] | None = None
+        """Number of the last capture that was stored whole, and the names of the pieces of each arena in it."""
         self._destroyed = False
         try:
             started, fds = self._answer()
@@ -160,8 +163,12 @@ class ProcMachine:
         """Let them go on."""
         self._call("thaw")
 
-    def capture(self) -> Generator[tuple[dict[str, Any], list[bytes | None]], None, None]:
-        """All changed files, cut at one instant: the guest is stopped until the last one is read."""
+    def capture(self, after: int | None = None) -> Generator[tuple[dict[str, Any], list[bytes | None]], None, None]:
+        """All changed files, cut at one instant: the guest is stopped until the last one is read.
+
+        Args:
+            after: number of an earlier capture; a piece of a tracked arena that is as it was then comes as `layer.SAME`.
+        """
         mine, its = socket.socketpair()
         mine.settimeout(CALL_SECONDS)
         with self._lock:
@@ -175,7 +182,7 @@ class ProcMachine:
 
             failure: Exception | None = None
             try:
-                wire.send(self.control, {"op": "capture"}, [its.fileno()])
+                wire.send(self.control, {"op": "capture", "after": after}, [its.fileno()])
                 its.close()
                 yield from layer.read_stream(read, self.spec.limits.disk_bytes * 2)
             except (OSError, ValueError, GuestLost) as error:
@@ -188,23 +195,46 @@ class ProcMachine:
                 answer = self._message()[0]
             if "error" in answer:
                 raise SandboxError(f"sandbox {self.sandbox} cannot be saved: {answer['error']}")
+            self._captured = int(answer.get("capture", 0))
             if failure is not None:
                 raise GuestLost(f"sandbox {self.sandbox}: its changed files could not be read: {failure}") from failure
 
     def save(self, batch: Batch, look: Look) -> Saved:
         """Store all changed files and the list of them."""
         entries: list[dict[str, Any]] = []
-        size = 0
+        size, arenas = 0, {}
+        after, before = self._still_stored(batch)
+        self._saved = None
         # Closing what is left of it lets the guest's agent go on after a failure here.
-        with contextlib.closing(self.capture()) as captured:
+        with contextlib.closing(self.capture(after)) as captured:
             for entry, chunks in captured:
                 names = f"{entry['path']}\0{entry.get('to', '')}".encode(errors="surrogateescape")
                 look(f"/{entry['path']}", (names, None, *chunks))
                 if entry["type"] == "file":
-                    entry["chunks"] = [None if chunk is None else batch.put(chunk) for chunk in chunks]
+                    known = before.get(entry["path"], [])
+                    if layer.SAME in chunks and len(known) != len(chunks):
+                        raise GuestLost(
+                            f"sandbox {self.sandbox}: /{entry['path']} is told to be as it was, and was not there"
+                        )
+                    entry["chunks"] = [
+                        known[number] if chunk == layer.SAME else None if chunk is None else batch.put(chunk)
+                        for number, chunk in enumerate(chunks)
+                    ]
                     size += entry["size"]
+                    if entry["path"].startswith(f"{arena.FOLDER}/"):
+                        arenas[entry["path"]] = entry["chunks"]
                 entries.append(entry)
-        return Saved(batch.put(json.dumps(entries).encode()), len(entries), size)
+        saved = Saved(batch.put(json.dumps(entries).encode()), len(entries), size)
+        self._saved = (self._captured, arenas)
+        return saved
+
+    def _still_stored(self, batch: Batch) -> tuple[int | None, dict[str, list[str | None]]]:
+        """The last save, if all of its arenas' pieces are still in the store: the snapshots that named them may be gone."""
+        if self._saved is None:
+            return None, {}
+        number, arenas = self._saved
+        names = {name for chunks in arenas.values() for name in chunks if name is not None}
+        return (number, arenas) if all(batch.store.blob_path(name).exists() for name in names) else (None, {})
 
     def pids(self) -> list[int]:
         """Host processes of the guest: its agent, the agent's keeper, and what they started."""

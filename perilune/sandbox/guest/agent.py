@@ -18,7 +18,7 @@ import termios
 import time
 from typing import Any
 
-from perilune.sandbox.guest import commands, layer, linux, rooting, seccomp, wire
+from perilune.sandbox.guest import arena, commands, layer, linux, rooting, seccomp, wire
 
 STOP_SECONDS = 5.0
 """How long the guest's processes may take to stop before a capture gives up."""
@@ -48,6 +48,7 @@ class _Agent:
         self.request, self.control, self.uppers = request, control, uppers
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self.pts = os.open("/dev/pts", os.O_RDONLY | os.O_DIRECTORY)
+        self.arenas = arena.Tracker(self.proc, uppers, [tree["path"] for tree in request["trees"]])
         self.running: dict[int, socket.socket] = {}
         self.frozen: set[int] | None = None
         """Processes that were stopped already before a freeze; None while not frozen."""
@@ -93,8 +94,8 @@ class _Agent:
             elif operation == "thaw":
                 self._thaw()
             elif operation == "capture":
-                self._capture(fds[0])
-            answer = {"done": operation, "processes": len(self._others())}
+                self._capture(fds[0], message.get("after"))
+            answer = {"done": operation, "processes": len(self._others()), "capture": self.arenas.capture}
         except (OSError, TimeoutError) as error:
             answer = {"error": f"{operation}: {error}"}
         finally:
@@ -259,13 +260,18 @@ class _Agent:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def _capture(self, fd: int) -> None:
-        """Stream all that the guest changed, cut at one instant: nothing of the guest runs meanwhile."""
+    def _capture(self, fd: int, after: int | None) -> None:
+        """Stream all that the guest changed, cut at one instant: nothing of the guest runs meanwhile.
+
+        Args:
+            after: capture that the owner still has whole; of tracked arenas only what changed since is sent.
+        """
         running = self.frozen is None
         self._freeze()
         try:
+            changed = self.arenas.changed(after)
             with open(os.dup(fd), "wb", buffering=1 << 18) as file:
-                layer.stream(self.uppers, [tree["path"] for tree in self.request["trees"]], file.write)
+                layer.stream(self.uppers, [tree["path"] for tree in self.request["trees"]], file.write, changed)
         finally:
             if running:
                 self._thaw()

@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 CHUNK = 65536
@@ -23,7 +23,9 @@ DEEPEST, LONGEST_PATH = 200, 3500
 """Folders within folders and characters of a path that a layer can hold."""
 ZEROS = bytes(CHUNK)
 _LENGTH = struct.Struct("!I")
-_HOLE = 0xFFFFFFFF
+_HOLE, _SAME = 0xFFFFFFFF, 0xFFFFFFFE
+SAME = b""
+"""Stands in a stream's chunks for one that is as it was in the stream before."""
 _OPAQUE = "user.overlay.opaque"
 
 
@@ -110,14 +112,23 @@ def _xattrs(fd: int) -> dict[str, Any]:
     return found | ({"xattrs": kept} if kept else {})
 
 
-def stream(fds: Sequence[int], trees: Sequence[str], write: Callable[[bytes], None]) -> None:
-    """Send all entries with their content: each a length and JSON, a file's chunks after it; a zero length ends it."""
+def stream(
+    fds: Sequence[int],
+    trees: Sequence[str],
+    write: Callable[[bytes], None],
+    changed: Mapping[str, Collection[int]] | None = None,
+) -> None:
+    """Send all entries with their content: each a length and JSON, a file's chunks after it; a zero length ends it.
+
+    Args:
+        changed: path -> numbers of the chunks that can have changed since the last stream; of a file in it the others are not sent.
+    """
     for fd, tree in zip(fds, trees):
         for entry, content in walk(fd, tree):
             body = _json(entry)
             write(_LENGTH.pack(len(body)) + body)
             if content >= 0:
-                _stream_file(content, entry["size"], write)
+                _stream_file(content, entry["size"], write, None if changed is None else changed.get(entry["path"]))
     write(_LENGTH.pack(0))
 
 
@@ -125,10 +136,13 @@ def _json(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode()
 
 
-def _stream_file(fd: int, size: int, write: Callable[[bytes], None]) -> None:
+def _stream_file(fd: int, size: int, write: Callable[[bytes], None], changed: Collection[int] | None) -> None:
     data_at = 0
     for start in range(0, size, CHUNK):
         length = min(CHUNK, size - start)
+        if changed is not None and start // CHUNK not in changed:
+            write(_LENGTH.pack(_SAME))
+            continue
         if data_at < start:
             try:
                 data_at = os.lseek(fd, start, os.SEEK_DATA)
@@ -142,7 +156,7 @@ def _stream_file(fd: int, size: int, write: Callable[[bytes], None]) -> None:
 
 
 def read_stream(read: Callable[[int], bytes], limit: int) -> Iterator[tuple[dict[str, Any], list[bytes | None]]]:
-    """The other end of `stream`, one entry with its chunks at a time (None: zeros).
+    """The other end of `stream`, one entry with its chunks at a time (None: zeros; `SAME`: as in the stream before).
 
     Args:
         read: returns exactly that many bytes.
@@ -161,12 +175,12 @@ def read_stream(read: Callable[[int], bytes], limit: int) -> Iterator[tuple[dict
         for start in range(0, entry.get("size", 0) if entry["type"] == "file" else 0, CHUNK):
             marker = _LENGTH.unpack(read(4))[0]
             wanted = min(CHUNK, entry["size"] - start)
-            if marker not in (_HOLE, wanted):
+            if marker not in (_HOLE, _SAME, wanted):
                 raise ValueError(f"{entry['path']}: a piece of {marker} bytes where {wanted} belong")
-            total += 0 if marker == _HOLE else wanted
+            total += wanted if marker == wanted else 0
             if total > limit:
                 raise ValueError(f"more than {limit} bytes of content")
-            chunks.append(None if marker == _HOLE else read(wanted))
+            chunks.append(read(wanted) if marker == wanted else None if marker == _HOLE else SAME)
         yield entry, chunks
 
 

@@ -17,7 +17,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "bpf": (321, 280), "perf_event_open": (298, 241),
     "kexec_load": (246, 104), "kexec_file_load": (320, 294),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
@@ -31,6 +31,7 @@ FILTERED: dict[str, tuple[int, int]] = {
     "clone3": (435, 435),
     "socket": (41, 198),
     "ioctl": (16, 29),
+    "userfaultfd": (323, 282),
 }
 """Refused for some arguments only; clone3 always, with ENOSYS."""
 NEW_NAMESPACES = 0x2000000 | 0x20000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
@@ -39,6 +40,8 @@ SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK; the others, AF_VSOCK above all, are not all bound to the network namespace."""
 TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX."""
+FAULTS_OF_USERS_ONLY = 1
+"""UFFD_USER_MODE_ONLY: without it a guest could hold the kernel up in the middle of a copy; with it, it tracks its own writes."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW = 0x7FFF0000
 _ARGUMENT_0, _ARGUMENT_1 = 16, 24
@@ -65,6 +68,8 @@ def program(machine: str) -> bytes | None:
     number = {name: numbers[column] for name, numbers in FILTERED.items()}
     code += [(_EQUAL, 0, 1, number["clone3"]), (_RETURN, 0, 0, unknown)]
     code += [(_EQUAL, 0, 4, number["clone"]), (_LOAD, 0, 0, _ARGUMENT_0), (_ANY_BIT, 0, 1, NEW_NAMESPACES)]
+    code += [(_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)]
+    code += [(_EQUAL, 0, 4, number["userfaultfd"]), (_LOAD, 0, 0, _ARGUMENT_0), (_ANY_BIT, 1, 0, FAULTS_OF_USERS_ONLY)]
     code += [(_RETURN, 0, 0, refuse), (_RETURN, 0, 0, _ALLOW)]
     families = len(SOCKET_FAMILIES)
     code += [(_EQUAL, 0, families + 3, number["socket"]), (_LOAD, 0, 0, _ARGUMENT_0)]
