@@ -9,7 +9,7 @@ import torch
 
 class Tiles(NamedTuple):
     """Of one product: output columns of a tile, depth of a step, steps in flight, warps of a program, and programs a
-    multiprocessor, each of which takes tile after tile."""
+    multiprocessor that take tile after tile; 0 = a program for each tile, of which as many run as there is room for."""
 
     columns: int
     depth: int
@@ -28,6 +28,7 @@ class Config(NamedTuple):
         weights: of a weight's gradient; `columns` of it, and `weight_rows` rows.
         weight_rows: see `weights`.
         group: tiles of rows that take turns with one tile of columns.
+        engine: whether the copy engine writes the weights' gradients, from a buffer in shared memory, or the threads do.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Config(NamedTuple):
     weights: Tiles
     weight_rows: int
     group: int = 8
+    engine: bool = False
 
 
 MANY = 160  # routed rows an expert from which 128 rows a tile waste less than they gain
@@ -43,8 +45,8 @@ MANY = 160  # routed rows an expert from which 128 rows a tile waste less than t
 # What a multiprocessor has bounds them: 227 KiB of shared memory for the steps in flight and the tile that is written, and
 # 65536 registers. Several small programs hide each other's ends; large tiles read less.
 HALF = {
-    128: Config(128, Tiles(128, 64, 4, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 2, 4, 2), 128),
-    64: Config(64, Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 3, 4, 2), Tiles(128, 64, 3, 4, 2), 64),
+    128: Config(128, Tiles(128, 64, 4, 8), Tiles(256, 64, 3, 8), Tiles(128, 64, 3, 4, 0), 128),
+    64: Config(64, Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 3, 4, 2), Tiles(128, 64, 3, 4, 0), 64),
 }
 FULL = Config(64, Tiles(32, 32, 2, 4, 4), Tiles(64, 32, 2, 4, 4), Tiles(64, 32, 2, 4, 4), 64)
 

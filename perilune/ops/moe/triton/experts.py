@@ -137,9 +137,10 @@ def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: R
     count = experts * blocks(rows, tiles.weight_rows) * blocks(columns, of.columns)
     products.weight_kernel[_at_most(count, left_RM, of)](
         _tiled(left_RM, of.depth, tiles.weight_rows), _tiled(right_RN, of.depth, of.columns),
-        TensorDescriptor.from_tensor(out_EMN, [1, tiles.weight_rows, of.columns]), plan.start_E1,
+        TensorDescriptor.from_tensor(out_EMN, [1, tiles.weight_rows, of.columns]) if tiles.engine else out_EMN,
+        plan.start_E1,
         experts, TILE=plan.tile, M=rows, N=columns, BM=tiles.weight_rows, BN=of.columns, BK=of.depth,
-        **_settings(left_RM, of, tiles),
+        ENGINE=tiles.engine, **_settings(left_RM, of, tiles),
     )  # fmt: skip
     return out_EMN
 
@@ -162,7 +163,7 @@ def _programs(plan: RowPlan, columns: int, of: Tiles) -> tuple[int]:
 
 
 def _at_most(count: int, on: Tensor, of: Tiles) -> tuple[int]:
-    return (min(count, of.programs * units(on.device)),)
+    return (min(count, of.programs * units(on.device)) if of.programs else count,)
 
 
 def _settings(rows: Tensor, of: Tiles, tiles: Config) -> dict[str, int | str]:
