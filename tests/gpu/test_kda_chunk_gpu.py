@@ -23,7 +23,9 @@ from perilune.ops.kda.triton import configs, launch, plan
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 LOW = ("q", "k", "v", "g", "beta")
-LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every other gradient: 6e-3
+LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_beta": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every other gradient: 6e-3
+# Where nothing is forgotten the roundings of the states are in every term of a sum alike.
+OPEN_LIMITS = LIMITS | {"d_g": 2e-2, "d_beta": 1.5e-2, "d_A_log": 6e-2, "d_dt_bias": 6e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +184,7 @@ def test_t05_wide_summaries(settings: dict[str, int], monkeypatch: pytest.Monkey
     plan.plan.cache_clear()
     inputs = make(1, 1100, 1, 1)
     inputs["g"] -= 8  # or nothing would pass from one segment to the next
-    check(inputs, {"o": 6e-3, "d_g": 2e-2, "d_A_log": 2e-2, "d_dt_bias": 2e-2}, **BOUNDED)
+    check(inputs, OPEN_LIMITS | {"o": 6e-3}, **BOUNDED)
     plan.plan.cache_clear()
 
 
@@ -240,7 +242,7 @@ def test_t50_states_beyond_the_range_of_float16() -> None:
     inputs["v"] *= 1e5
     inputs["g"] -= 12.0
     inputs["initial_state"] *= 1e5
-    check(inputs, **BOUNDED)
+    check(inputs, OPEN_LIMITS, **BOUNDED)
 
 
 def test_repeatable_and_every_element_written() -> None:
