@@ -146,6 +146,16 @@ def test_no_tokens() -> None:
     assert all(not w.any() for w in weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_t41_memory_that_held_nan_leaves_no_trace(dtype) -> None:
+    """Rows of padding, and those beyond the tiles in use, are in every buffer and must be in no result."""
+    args = operands(90, 256, 128, 40, 2, dtype)
+    for _ in range(3):
+        poison = [torch.full((n,), float("nan"), device="cuda") for n in (2**14, 2**16, 2**18, 2**20) for _ in range(4)]
+        del poison
+        assert all(x.isfinite().all() for x in values_and_gradients(ours, args, "situ", 4.0, 25.0))
+
+
 def test_nan_stays_in_its_own_token() -> None:
     args = operands(400, 128, 64, 5, 2, torch.bfloat16)
     args[0][7, 3] = float("nan")

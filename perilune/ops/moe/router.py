@@ -49,8 +49,8 @@ class Routing(NamedTuple):
         return torch.bincount(self.index_NA.flatten(), minlength=self.scores_NE.shape[-1])
 
 
-def select(logits_NE: Tensor, k: int) -> Choice:
-    """Return which implementation `route` takes for these logits, and why."""
+def select(logits_NE: Tensor, A: int) -> Choice:
+    """Return which implementation `route` takes for these logits and A active experts, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
     if (choice := choose_triton(logits_NE)) is not None:
@@ -58,7 +58,7 @@ def select(logits_NE: Tensor, k: int) -> Choice:
             return choice
         from perilune.ops.moe.triton.router import obstacle
 
-        reason = obstacle(logits_NE, k)
+        reason = obstacle(logits_NE, A)
         return choice if reason is None else Choice("torch", f"a stable sort: {reason}")
     reason = native.why_not(logits_NE, dtypes=(torch.float32,))
     return Choice("torch", reason) if reason else Choice("native", "fp32 on CPU: one pass instead of a full top-k")

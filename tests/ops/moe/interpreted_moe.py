@@ -47,6 +47,11 @@ def test_float16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(operands(20, 72, 40, 3, 2), SITU, torch.float16, 4e-3)
 
 
+def test_t51_bfloat16_products_are_widened_for_the_interpreter() -> None:
+    """Its own product of bfloat16 is garbage, without an exception."""
+    check(operands(12, 8, 16, 2, 1), SITU, torch.bfloat16, 3e-2)
+
+
 def test_few_programs_take_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: getattr(configs.FULL, name)._replace(programs=1) for name in ("glu", "product", "weights")}
     monkeypatch.setattr(configs, "FULL", configs.FULL._replace(group=2, **few))
