@@ -33,6 +33,8 @@ Run programs with files, processes and network of their own. A guest's changes e
   fork NAME|SNAPSHOT [-n N]    N copies
   pause NAME                   save it and end its processes: no memory, no processor time
   resume NAME|SNAPSHOT [-- …]  run in a kept sandbox, or in a new one from a snapshot
+  step TRAJECTORY -- PROGRAM   run in the newest sandbox of a trajectory and save the step with its manifest; --versions FILE (JSON:
+                               weights, quantisation, template, harness, prefix, tokens) must fit the step before
   rm NAME|SNAPSHOT …           remove, and free what nothing else needs; --lost: all whose process was killed
   serve                        a service with keys over HTTP, and a page that lists its sandboxes
   bench                        times, memory and overcommit of every driver that works here
@@ -83,6 +85,7 @@ def _parser() -> _Parser:
     parser.add_argument("--cwd", default="/workspace")
     parser.add_argument("--driver", default="proc")
     parser.add_argument("--url", default=os.environ.get("PERILUNE_SANDBOX_URL"))
+    parser.add_argument("--versions")
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--lost", action="store_true")
@@ -231,18 +234,8 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
         raise ConfigError(
             f"sandbox {flags.command} needs a program behind --: perilune sandbox {flags.command} … -- ls /"
         )
-    env, secrets = _variables(flags)
-    streams = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-
-    def pass_on(output: Any) -> None:
-        streams[output.stream].write(output.data)
-        streams[output.stream].flush()
-
     with _opened(sandboxes, flags, source) as box:
-        result = box.exec(
-            program, stdin=b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.fileno(), timeout=flags.timeout,
-            env=env, secrets=secrets, cwd=flags.cwd, on_output=None if flags.json else pass_on,
-        )  # fmt: skip
+        result = _executed(box, flags, program)
     for happened, text in ((result.timed_out, "its time was over"), (result.out_of_memory, "it ran out of memory")):
         if happened and not flags.json:
             print(f"perilune: killed: {text}", file=sys.stderr)
@@ -267,6 +260,30 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
     return TIMED_OUT if result.timed_out else result.code
 
 
+def _executed(box: Any, flags: argparse.Namespace, program: list[str]) -> Any:
+    """Run the program with this process's input; its output is passed on, unless it goes into one JSON object."""
+    env, secrets = _variables(flags)
+    streams = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+
+    def pass_on(output: Any) -> None:
+        streams[output.stream].write(output.data)
+        streams[output.stream].flush()
+
+    return box.exec(
+        program, stdin=b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.fileno(), timeout=flags.timeout,
+        env=env, secrets=secrets, cwd=flags.cwd, on_output=None if flags.json else pass_on,
+    )  # fmt: skip
+
+
+def _step(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
+    from perilune.cli.sandbox_step import step
+
+    def make() -> Any:
+        return sandboxes.create(_spec(flags), driver=flags.driver)
+
+    return step(sandboxes, flags, program, make, lambda box, words: _executed(box, flags, words))
+
+
 def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if not sys.stdin.isatty():
         raise ConfigError("sandbox shell needs a terminal on stdin; use run or resume for scripts")
@@ -283,7 +300,7 @@ def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
 
 _COMMANDS: dict[str, Callable[[Any, argparse.Namespace, list[str]], int]] = {
     "run": _run, "shell": _shell, "ps": sandbox_manage.ps, "snapshot": sandbox_manage.snapshot, "fork": sandbox_manage.fork,
-    "pause": sandbox_manage.pause, "resume": _resume, "rm": sandbox_manage.rm, "doctor": sandbox_manage.doctor,
+    "pause": sandbox_manage.pause, "resume": _resume, "step": _step, "rm": sandbox_manage.rm, "doctor": sandbox_manage.doctor,
 }  # fmt: skip
 _OWN_FLAGS = {"serve": "perilune.cli.sandbox_serve", "bench": "perilune.cli.sandbox_bench"}
 """Commands with a parser of their own."""

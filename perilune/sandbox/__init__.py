@@ -9,7 +9,7 @@ from typing import Any
 _PUBLIC = {
     "Sandboxes": "sandboxes", "Sandbox": "client", "Execution": "execution", "AsyncSandboxes": "asynchronous",
     "AsyncSandbox": "asynchronous", "RemoteSandboxes": "remote", "RemoteSandbox": "remote", "Pool": "pool", "PoolLimits": "pool", "Spec": "protocol", "Limits": "protocol", "Result": "protocol", "Output": "protocol",
-    "State": "protocol", "Probe": "protocol", "StepManifest": "manifest", "TrajectoryLog": "manifest", "Store": "store",
+    "State": "protocol", "Probe": "protocol", "PythonSession": "session", "StepManifest": "manifest", "TrajectoryLog": "manifest", "Store": "store",
 }  # fmt: skip
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -232,3 +232,46 @@ def test_a_machine_that_refuses_namespaces_is_told_which_call_it_was(home):
         )  # fmt: skip
         assert done.returncode == code and "unshare(0x10000000)" in done.stdout + done.stderr, done
         assert "Traceback" not in done.stderr
+
+
+def test_steps_of_a_trajectory_go_on_only_where_everything_fits(cli, tmp_path):
+    def versions(**changes) -> str:
+        path = tmp_path / "versions.json"
+        path.write_text(json.dumps({"weights": "w7", "template": "t1", "prefix": [], "tokens": [1, 2], **changes}))
+        return str(path)
+
+    first = cli("step", "task", "--versions", versions(), "--", "sh", "-c", "echo 1 > /workspace/n; echo said; exit 3")
+    assert (first.returncode, first.stdout) == (3, b"said\n") and first.stderr.startswith(b"task: step 0, snap-")
+    second = told(
+        cli(
+            "step",
+            "task",
+            "--json",
+            "--versions",
+            versions(prefix=[1, 2], tokens=[1, 2, 3]),
+            "--",
+            "cat",
+            "/workspace/n",
+        )
+    )
+    assert (
+        second["result"]["stdout"] == "1\n"
+        and second["manifest"]["step"] == 1
+        and second["manifest"]["parent"] == "task/0"
+    )
+    for changes, field in (
+        ({"weights": "w8"}, "weights"),
+        ({"harness": "h"}, "harness"),
+        ({"prefix": [1, 2]}, "token_prefix_hash"),
+    ):
+        given = versions(**{"prefix": [1, 2, 3], **changes})
+        refused = cli("step", "task", "--versions", given, "--", "touch", "/workspace/never")
+        assert refused.returncode == 1 and f"{field} differs".encode() in refused.stderr and refused.stdout == b"", (
+            field
+        )
+    listed = cli("step", "task", "--versions", versions(prefix=[1, 2, 3], tokens=[9]), "--", "ls", "/workspace")
+    assert listed.stdout == b"n\n"
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"weight": 1}')
+    assert b"unknown keys ['weight']" in cli("step", "task", "--versions", str(bad), "--", "true").stderr
+    assert told(cli("ps", "--json"))["sandboxes"] == []
