@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 from prepare_oracle import CHUNK, Inputs, errors, expected, inputs, setting
 
 from perilune.ops.cuda import emulated, emulator
+from perilune.ops.kda import recurrent_kda_reference
 from perilune.ops.kda.cuda import prepare as stage
 from perilune.ops.kda.triton.launch import Prepared, Setting
 
@@ -125,6 +126,32 @@ def test_beta_of_zero(device: str) -> None:
     check(x, setting(beta_sigmoid=False), device)
     out = run(x, setting(beta_sigmoid=False), device)
     assert float(out.A[0, 0, 7, 7]) > 0
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_what_it_prepares_is_the_operation(doubled: bool, device: str) -> None:
+    """The scan over the chunks (docstring of scan_forward.py) in float64 against the token loop, one key in half the tokens."""
+    tokens, s = 230, setting(beta_scale=2.0 if doubled else 1.0)
+    x = inputs((tokens,))
+    x.chunks = torch.tensor([[t, min(CHUNK, tokens - t)] for t in range(0, tokens, CHUNK)], dtype=torch.int32)
+    x.k[::2] = x.k[:1]
+    v = torch.randn(tokens, 2, 32, dtype=torch.float64)
+    Qd, Kd, Kr, P, A, gamma = (t.cpu().double() for t in run(x, s, device))
+    S, o = torch.zeros(2, 128, 32, dtype=torch.float64), []
+    for n, (start, count) in enumerate(x.chunks.tolist()):
+        V = torch.zeros(2, CHUNK, 32, dtype=torch.float64)
+        V[:, :count] = v[start : start + count].transpose(0, 1)
+        U = A[n] @ (V - Kd[n] @ S)
+        o.append((Qd[n] @ S + P[n] @ U)[:, :count])
+        S = gamma[n].unsqueeze(-1) * S + Kr[n].mT @ U
+    assert x.A_log is not None and x.dt_bias is not None
+    truth, state = recurrent_kda_reference(
+        *(t[None].double() for t in (x.q, x.k)), v[None], *(t[None].double() for t in (x.g, x.beta)), A_log=x.A_log.double(),
+        dt_bias=x.dt_bias.double(), scale=s.scale, lower_bound=-5.0, safe_gate=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=doubled, output_final_state=True,
+    )  # fmt: skip
+    for got, wanted in ((torch.cat(o, 1), truth[0].transpose(0, 1)), (S, state[0])):
+        assert (got - wanted).norm() <= 6e-3 * wanted.norm(), float((got - wanted).norm() / wanted.norm())
 
 
 def test_t01_later_tokens_do_not_move_earlier_rows(device: str) -> None:
