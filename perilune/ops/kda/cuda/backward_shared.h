@@ -44,11 +44,9 @@ struct Shared {
     float q_rstd[CHUNK], k_rstd[CHUNK];    // 1 / |q| and 1 / |k|
     float diagonal[CHUNK];                 // of scale dP
     float rate[WARPS];                     // of e^A_log's gradient
-    float dt_bias[2][K];                   // of this chunk's head and of the next one's, in turn
+    alignas(16) float dt_bias[2][K];       // of this chunk's head and of the next one's, in turn
     Chunk next;
 };
-static_assert(__builtin_offsetof(Shared, decay) % 256 == 0, "rows of tiles begin at multiples of their pieces");
-static_assert(__builtin_offsetof(Shared, dt_bias) % 16 == 0, "copies are of 16 bytes");
 
 DEVICE float total(const float (&part)[WIDTH]) {
     float sum = part[0];
