@@ -17,7 +17,7 @@ from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.paged import PagedRecurrent
 from perilune.model.state import RecurrentState
-from perilune.ops.kda import chunk_kda, fused_kda_gate, kda_decode_step
+from perilune.ops.kda import chunk_kda, chunk_kda_states, fused_kda_gate, kda_decode_step
 from perilune.ops.kda.decode_pages import kda_decode_pages
 from perilune.ops.linear import linears
 from perilune.ops.norm import gated_rms_norm
@@ -75,28 +75,39 @@ class KDA(nn.Module):
         k: Tensor,
         v: Tensor,
         x_BTD: Tensor,
-        initial: Tensor | None,
-        keep: bool,
+        state: RecurrentState | PagedRecurrent | None,
         segments: Segments | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self._chunk(
-            q, k, v, self.decay_logit(x_BTD), x_BTD, initial, keep, segments,
+            q, k, v, self.decay_logit(x_BTD), x_BTD, state, segments,
             use_gate_in_kernel=True, lower_bound=self.kda.gate_lower_bound, safe_gate=self.kda.gate_lower_bound is not None,
             A_log=self.A_log[: self.kda.num_heads], dt_bias=self.dt_bias,
         )  # fmt: skip
 
-    def _chunk(self, q, k, v, g, x_BTD, initial, keep, segments, **gate):
-        """Call the op on the rows as they are, or flattened with document boundaries."""
-        beta = self.b_proj(x_BTD)
-        cu_seqlens = None
-        if segments is not None:
-            cu_seqlens = segments.cu_seqlens
-            q, k, v, g, beta = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v, g, beta))
-        out, memory = chunk_kda(
-            q, k, v, g, beta, initial_state=initial, output_final_state=keep, use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, state_v_first=True, cu_seqlens=cu_seqlens, **gate,
-        )  # fmt: skip
-        return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory
+    def _chunk(self, q, k, v, g, x_BTD, state, segments, **gate):
+        """Call the op on the rows as they are, or flattened with document boundaries: the outputs, and with a state the
+        final memory and those at the state's marks."""
+        beta, initial, marked = self.b_proj(x_BTD), None if state is None else state.memory_BHVK, None
+        gate |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True}
+        if state is not None and state.marks:
+            out, memory, marked = chunk_kda_states(q, k, v, g, beta, state.marks, initial_state=initial, **gate)
+        else:
+            cu_seqlens = None
+            if segments is not None:
+                cu_seqlens = segments.cu_seqlens
+                q, k, v, g, beta = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v, g, beta))
+            out, memory = chunk_kda(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=initial,
+                output_final_state=state is not None,
+                cu_seqlens=cu_seqlens,
+                **gate,
+            )
+        return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory, marked
 
     def forward(
         self,
@@ -114,32 +125,17 @@ class KDA(nn.Module):
         q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
         q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (kda.num_heads, kda.value_dim))
-        if state is not None and state.marks:
-            out, memory = self._marked(q, k, v, x_BTD, torch.cat((before.mT, raw), dim=1), state)
-        else:
-            initial = None if state is None else state.memory_BHVK
-            out, memory = self._memory(q, k, v, x_BTD, initial, state is not None, segments)
+        out, memory, marked = self._memory(q, k, v, x_BTD, state, segments)
         if state is not None:
             assert memory is not None, "a call with a state asks for the final memory"
+            if marked is not None:
+                assert isinstance(state, PagedRecurrent), "only states in pages have marks"
+                line_BTX, taps = torch.cat((before.mT, raw), dim=1), kda.conv_kernel - 1
+                for mark, memory_BHVK in zip(state.marks, marked, strict=True):
+                    state.export(mark, line_BTX[:, mark : mark + taps].mT, memory_BHVK)
             state.window_BXW, state.memory_BHVK = window, memory
         gate = self.output_gate(x_BTD).view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
-
-    def _marked(
-        self, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, line_BTX: Tensor, state: PagedRecurrent
-    ) -> tuple[Tensor, Tensor]:
-        """The recurrence in pieces that end where a state is to be written; `line` are the raw projections behind the old
-        window."""
-        taps, memory, start, outs = self.kda.conv_kernel - 1, state.memory_BHVK, 0, []
-        for end in (*state.marks, x_BTD.shape[1]):
-            pieces = (t[:, start:end] for t in (q, k, v, x_BTD))
-            out, memory = self._memory(*pieces, memory, True, None)
-            assert memory is not None, "a call with a state asks for the final memory"
-            outs.append(out)
-            if end < x_BTD.shape[1]:
-                state.export(end, line_BTX[:, end : end + taps].mT, memory)
-            start = end
-        return torch.cat(outs, dim=1), memory
 
     def _decode(self, x_BTD: Tensor, state: RecurrentState | PagedRecurrent) -> Tensor:
         """One token: the projections of x together, then convolution, gate, recurrence, norm and output gate in one call."""
@@ -193,5 +189,5 @@ class GatedDeltaNet(KDA):
         g = fused_kda_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
         return g.expand(*g.shape[:-1], self.kda.head_dim)
 
-    def _memory(self, q, k, v, x_BTD, initial, keep, segments):
-        return self._chunk(q, k, v, self.log_decay(x_BTD), x_BTD, initial, keep, segments)
+    def _memory(self, q, k, v, x_BTD, state, segments):
+        return self._chunk(q, k, v, self.log_decay(x_BTD), x_BTD, state, segments)

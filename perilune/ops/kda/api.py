@@ -124,7 +124,7 @@ def chunk_kda(
         state_v_first=_layout(state_v_first, transpose_state_layout),
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
     )
-    return _run(args, chunk_size)
+    return run(args, chunk_size)
 
 
 @torch.compiler.disable
@@ -192,7 +192,8 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
     return old_name
 
 
-def _run(args: Arguments, chunk_size: int | None) -> tuple[Tensor, Tensor | None]:
+def run(args: Arguments, chunk_size: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Run a checked call by the implementation that `choose` takes."""
     implementation = choose(args).implementation
     if implementation == "native" and chunk_size is None:
         return native(args)

@@ -10,7 +10,7 @@ from kda_cases import IN_KERNEL, assert_close, outputs_and_gradients, raw_inputs
 from torch import Tensor
 
 from perilune.ops.choice import force
-from perilune.ops.kda import chunk_kda, recurrent_kda_reference, select
+from perilune.ops.kda import chunk_kda, chunk_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.triton import configs, launch, plan
@@ -223,3 +223,19 @@ def test_choice_says_why() -> None:
     choice = choose(check(**inputs, **BOUNDED))
     assert choice.implementation == "torch" and "powers of 2" in choice.reason and "20" in choice.reason
     assert "float64" in select("cpu", torch.float64).reason
+
+
+def test_states_inside_a_sequence(segments: None) -> None:
+    """Written by the scan, in both layouts, with and without segments; elsewhere in pieces."""
+    inputs = {name: x.float() for name, x in raw_inputs(2, 200, 1, 1, 16, 16).items()}
+    sequence = {name: inputs.pop(name) for name in ("q", "k", "v", "g", "beta")}
+    options = BOUNDED | inputs
+    for offsets in ([64, 192], [128], [50, 64]):
+        with torch.no_grad():
+            o, final, states = chunk_kda_states(**sequence, offsets=offsets, **options)
+            truth, last = chunk_kda(**sequence, **options, output_final_state=True)
+            assert relative_error(o, truth.double()) < 1e-5 and relative_error(final, last.double()) < 1e-5
+            for offset, state in zip(offsets, states, strict=True):
+                beginning = {name: x[:, :offset] for name, x in sequence.items()}
+                _, expected = chunk_kda(**beginning, **options, output_final_state=True)
+                assert relative_error(state, expected.double()) < 1e-5

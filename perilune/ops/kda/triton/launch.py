@@ -142,9 +142,9 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting) -> 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    state: Tensor | None, s: Setting,
+    state: Tensor | None, s: Setting, exports: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None, Prepared, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Flattened inputs. Returns o `[tokens, HV, V]`, the final state or None, and x, U, S, M for the backward pass."""
+    """Flattened inputs; `exports`: see `states.Exports`. Returns o `[tokens, HV, V]`, the final state or None, and x, U, S, M for the backward pass."""
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
     p, bv = planned(s, heads, value_dim, v.device)
@@ -160,7 +160,7 @@ def forward(
         U = torch.empty(p.chunk_count, heads, CHUNK, value_dim, dtype=x.Qd.dtype, device=q.device)
         S = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
     scan_forward_kernel[(heads * (value_dim // bv), p.unit_count)](
-        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S,
+        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,
         *v.stride()[:2], *entry.strides, *((0,) * 4 if final is None else state_strides(final, s.state_v_first)), heads,
         K=key_dim, V=value_dim, BV=bv, HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
         **configs.SCAN[bv > 64],

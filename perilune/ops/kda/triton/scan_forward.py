@@ -16,7 +16,7 @@ from perilune.ops.kda.triton.tiles import CHUNK, dot, dot_add, trips
 
 @triton.jit
 def scan_forward_kernel(
-    v, Qd, Kd, Kr, P, A, gamma, units, state_in, state_out, o, U, S,
+    v, Qd, Kd, Kr, P, A, gamma, units, state_in, state_out, o, U, S, slots, exported,
     v_token, v_head, in_unit, in_head, in_v, in_k, out_unit, out_head, out_v, out_k,
     heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -25,7 +25,7 @@ def scan_forward_kernel(
     """One program a unit, head and BV value channels.
 
     units: see `plan`. state_in has a row a unit with SPLIT, else a row a sequence. o is `[tokens, heads, V]`. With KEEP, U `[chunks, heads, 64, V]` and the state S that enters each chunk
-    `[chunks, heads, V, K]` are kept for the backward pass.
+    `[chunks, heads, V, K]` are kept for the backward pass. slots, exported: see `states.Exports`.
     """
     blocks: tl.constexpr = V // BV
     block = tl.program_id(0) % blocks
@@ -67,6 +67,11 @@ def scan_forward_kernel(
         u = dot(error.to(T), tl.trans(a)).to(T)
         out = dot_add(u, tl.trans(p), dot(s, tl.trans(qd)))
         state = dot_add(u, kr, state * decay[None, :])
+        if slots is not None:
+            slot = tl.load(slots + first + i).to(tl.int64)
+            if slot >= 0:
+                cells = value[:, None] * K + channel[None, :]
+                tl.store(exported + (slot * heads + head) * (V * K) + cells, state)
         out_CV = tl.trans(out).to(o.dtype.element_ty)
         tl.store(o + (tokens[:, None] * heads + head) * V + value[None, :], out_CV, mask=there)
         if KEEP:
