@@ -10,6 +10,7 @@ import torch
 from perilune.config.presets import nano
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
+from perilune.ops.kda import chunk_kda, chunk_kda_states
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams
 from perilune.serve.runner.graphs import DecodeGraphs
@@ -71,3 +72,28 @@ def test_rounded_matrices_give_the_numbers_of_rounding_on_the_way() -> None:
         before = model(ids).logits_BTZ
         after = compute_in(model, torch.bfloat16)(ids).logits_BTZ
     assert torch.equal(before, after)
+
+
+def test_states_inside_a_prompt_come_out_of_the_scan() -> None:
+    """In segments and without, at the kernels' own boundaries: equal to the final states of the prompt's beginnings."""
+    torch.manual_seed(0)
+    heads, options = (
+        2,
+        {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True},
+    )
+    options |= {
+        "lower_bound": -5.0,
+        "safe_gate": True,
+        "A_log": torch.zeros(heads, device="cuda"),
+        "state_v_first": True,
+    }
+    for length in (1000, 9000):
+        shapes = [(1, length, heads, 128)] * 4 + [(1, length, heads)]
+        sequence = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+        marks = [64, 512, length // 64 * 64]
+        o, final, states = chunk_kda_states(*sequence, marks, **options)
+        truth, last = chunk_kda(*sequence, output_final_state=True, **options)
+        assert torch.equal(o, truth) and torch.equal(final, last)
+        for mark, state in zip(marks, states, strict=True):
+            _, expected = chunk_kda(*(x[:, :mark] for x in sequence), output_final_state=True, **options)
+            assert float((state - expected).norm() / expected.norm()) < 1e-2, mark
