@@ -1,5 +1,5 @@
 // The parallel part of KDA's backward pass for the bounded gate: every gradient of a chunk, once the serial part has left
-// E = beta dR and dS. Formulas: ops/kda/triton/backward.py. Bounds of this form:
+// E = beta dR and dS. The formulas are those of ops/kda/triton/backward.py, the decay factors others:
 //
 // Within a block of 16 rows, with run = the log-decay from the block's first row on (base 2, this row included) and step =
 // half the gate's bound times the row's number in the block, up = 2^(run + step) lies within 2^+-58. Pairs of rows in one
@@ -13,11 +13,11 @@
 //     dG    = q d_q + k (d_query - d_key);  dg = its sum from the chunk's end + sum U dS k + gamma sum S dS
 //
 // One block of threads goes through chunks and heads with the stride of the grid. Each of its warps owns 16 rows by 32 key
-// channels. The next chunk's inputs are under way while this one is computed: q, k and g from where they have been read
-// into registers, dO, E, S and then U, dS from where their products are done.
+// channels. The next chunk's inputs are under way while this one is computed: dO, E and S from where their products are
+// done, the others from where the last product is.
 //
-// Macros: KEY_DIM, VALUE_DIM (64 or 128), L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq and dk are
-// float), BETA_FLOAT (so are beta and its gradient).
+// Macros: KEY_DIM, VALUE_DIM (64 or 128), L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq
+// and dk are float), BETA_FLOAT (so are beta and its gradient).
 #include "backward_elements.h"
 #include "backward_products.h"
 
