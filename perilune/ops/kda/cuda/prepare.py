@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from perilune.ops.choice import Choice
 from perilune.ops.cuda import Kernel
 
 if TYPE_CHECKING:
@@ -39,6 +40,19 @@ def _shared_bytes(key_dim: int) -> int:
     """As laid out in prepare.cu."""
     sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
     return 896 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
+
+
+def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
+    """Which form of the stage `chunk_kda` runs on a GPU for the bounded gate and inputs of these dtypes, and why."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Choice("torch", "a stage of chunk_kda's GPU kernels; elsewhere chunk_kda has no stages")
+    if any(dtype != torch.bfloat16 for dtype in dtypes):
+        return Choice("triton", "Triton kernel: the CUDA kernel takes q and k in bfloat16")
+    reason = kernel(KEY_DIMS[-1], False).unavailable_reason(device)
+    if reason is not None:
+        return Choice("triton", f"Triton kernel: {reason}")
+    return Choice("cuda", "one CUDA kernel, triangular inverse included; other calls take the Triton kernel")
 
 
 def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str | None:

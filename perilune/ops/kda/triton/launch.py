@@ -84,7 +84,7 @@ def prepare(
 ) -> Prepared:
     """The parallel stage on flattened q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`.
 
-    The CUDA kernel where it can run, else the Triton one; see `ops.kda.cuda.prepare.unsuitable`.
+    The CUDA kernel where it can run, else the Triton one; `ops.kda.cuda.prepare.unsuitable` says why.
     """
     heads, key_dim = g.shape[1:]
     dtype = operand_dtype(q.dtype)
