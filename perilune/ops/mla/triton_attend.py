@@ -132,11 +132,10 @@ class Tiles(NamedTuple):
 
 
 FORWARD_TILES = (Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2))
-BACKWARD_TILES = (  # the kernel of dk and dv, and that of dq
-    (Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
+BACKWARD_TILES = (
     (Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3)),
-    (Tiles(32, 128, 8, 2), Tiles(64, 128, 8, 2)),
-)
+    (Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2)),
+)  # dk, dv; dq
 EXACT = Tiles(32, 32, 4, 1)  # float32 is multiplied without tensor cores
 
 

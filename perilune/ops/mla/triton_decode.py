@@ -28,7 +28,7 @@ from perilune.ops.triton.sizes import blocks, power_of_two
 
 LOG2E = 1.4426950408889634
 NUMBERS = ["table_b", "cached", "tokens"]  # vary from call to call: not worth a compilation each
-MERGE_CHANNELS, MERGE_PIECES = 128, 16  # tile of the merge
+MERGE_NUMBERS = 4096  # of a tile of the merge: all pieces of some channels
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _rows_kernel(
         at = batch * shared_b + (row // heads) * shared_t + (row % heads) * shared_h
         q_shared = tl.load(query_shared + at[:, None] + extra[None, :], there[:, None] & (extra < R)[None, :], 0.0)
     top = tl.full([BM], float("-inf"), tl.float32)
-    denominator = tl.zeros([BM], tl.float32)
+    denominators = tl.zeros([BM, BS], tl.float32)  # summed once at the end: a sum over threads is a barrier
     acc = tl.zeros([BM, BL], tl.float32)
     for start in range(trips(begin), trips(end), BS):
         key = start + step
@@ -87,15 +87,16 @@ def _rows_kernel(
         if R > 0:
             place = _cache_rows(table, batch * table_b, start, key, key_b, key_s, batch, PAGED, PAGE)
             k_shared = tl.load(shared + place[:, None] + extra[None, :], inside & (extra < R)[None, :], 0.0)
-            score = product(q_shared, tl.trans(k_shared), score)
+            score += product(q_shared, tl.trans(k_shared), tl.zeros([BM, BS], tl.float32))
         score = tl.where(key[None, :] < limit[:, None], score * factor, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing yet
         kept, weight = tl.exp2(top - safe), tl.exp2(score - safe[:, None])
-        denominator = denominator * kept + tl.sum(weight, 1)
+        denominators = denominators * kept[:, None] + weight
         acc = product(weight.to(q.dtype), k, acc * kept[:, None])
         top = higher
     at = (batch * splits + split) * count + row
+    denominator = tl.sum(denominators, 1)
     inverse = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
     out = (acc * inverse[:, None]).to(sums.dtype.element_ty)
     tl.store(sums + at[:, None] * L + channel[None, :], out, there[:, None] & (channel < L)[None, :])
@@ -149,34 +150,18 @@ def _keys_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    sums, logs, out, splits, count, L: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+def _merge_kernel(sums, logs, out, splits, count, L: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr):
     row, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(1) * BL + tl.arange(0, BL)
-    piece = tl.arange(0, BN)
-    sums += batch * splits * count * L
-    logs += batch * splits * count
-    top = tl.full([BN], float("-inf"), tl.float32)
-    for first in range(0, trips(splits), BN):
-        log = tl.load(logs + (first + piece) * count + row, first + piece < splits, float("-inf"))
-        top = tl.maximum(top, log)
-    highest = tl.max(top, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    acc = tl.zeros([BL], tl.float32)
-    denominator = tl.zeros([BN], tl.float32)
-    for first in range(0, trips(splits), BN):
-        at = (first + piece) * count + row
-        log = tl.load(logs + at, first + piece < splits, float("-inf"))
-        weight = tl.exp2(log - highest)
-        there = log != float("-inf")
-        part = tl.load(sums + at[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-        denominator += weight
-    total = tl.sum(denominator, 0)
-    acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)
-    at = (batch * count + row) * L + channel
-    tl.store(out + at, acc.to(out.dtype.element_ty), channel < L)
+    channel, piece = tl.program_id(1) * BL + tl.arange(0, BL), tl.arange(0, BN)
+    at = (batch * splits + piece) * count + row
+    log = tl.load(logs + at, piece < splits, float("-inf"))
+    there = log != float("-inf")  # a piece without cached tokens left no sum
+    part = tl.load(sums + at[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0)
+    highest = tl.max(log, 0)
+    weight = tl.exp2(log - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weight, 0)
+    mixed = tl.sum(part * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    tl.store(out + (batch * count + row) * L + channel, mixed.to(out.dtype.element_ty), channel < L)
 
 
 class Tiling(NamedTuple):
@@ -190,9 +175,15 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (  # by rows; measured on one H200 at 512 + 64 channels
-    Tiling(True, 16, 64, 4, 2),
+    Tiling(False, 16, 64, 8, 3),
     Tiling(True, 32, 64, 4, 2),
     Tiling(False, 64, 64, 8, 2),
+)
+OTHERS = (
+    Tiling(True, 16, 64, 4, 2),
+    Tiling(False, 32, 64, 8, 3),
+    Tiling(False, 64, 64, 16, 2),
+    Tiling(True, 64, 64, 8, 2),
 )
 EXACT = Tiling(False, 16, 16, 4, 2)  # float32 is multiplied without tensor cores: small tiles, for what must be exact
 
@@ -258,9 +249,10 @@ def context(
         PAGED=table_BP is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if logs is not None:
-        part = min(padded, MERGE_CHANNELS)
+        pieces_padded = power_of_two(splits)
+        part = max(16, min(padded, MERGE_NUMBERS // pieces_padded))
         _merge_kernel[(count, blocks(width, part), batch)](
-            sums, logs, out, splits, count, L=width, BL=part, BN=MERGE_PIECES, num_warps=4
+            sums, logs, out, splits, count, L=width, BL=part, BN=pieces_padded, num_warps=4
         )
     return out
 

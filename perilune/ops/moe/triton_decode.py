@@ -17,10 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.ops.triton.gates import sigmoid
+from perilune.ops.moe.triton.unit import Caps, gated_unit, unit_options
 from perilune.ops.triton.sizes import blocks, power_of_two
-
-Caps = tuple[float, float | None] | None
 
 
 class Tile(NamedTuple):
@@ -35,16 +33,9 @@ HIDDEN, OUTPUT = Tile(8, 512, 4), Tile(8, 512, 4)
 
 
 @triton.jit
-def _capped(x, cap, CAPPED: tl.constexpr):
-    if CAPPED:
-        return cap * (2.0 * sigmoid(2.0 * x / cap) - 1.0)
-    return x
-
-
-@triton.jit
 def _hidden_kernel(
     x, x_stride, index, w1, w3, h, active, beta, linear_beta, L: tl.constexpr, F: tl.constexpr, BO: tl.constexpr,
-    BK: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
+    BK: tl.constexpr, FOUR: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
 ):  # fmt: skip
     """h = glu(W1 x, W3 x) of one pair and BO hidden units."""
     pair = tl.program_id(0)
@@ -65,7 +56,7 @@ def _hidden_kernel(
         a += tl.load(w1 + place + k, inside, 0.0).to(tl.float32) * v
         b += tl.load(w3 + place + k, inside, 0.0).to(tl.float32) * v
     gate, up = tl.sum(a, 1), tl.sum(b, 1)
-    hidden = _capped(gate, beta, GATE_CAPPED) * sigmoid(gate) * _capped(up, linear_beta, UP_CAPPED)
+    hidden = gated_unit(gate, up, beta, linear_beta, FOUR, GATE_CAPPED, UP_CAPPED)
     tl.store(h + pair.to(tl.int64) * F + unit, hidden, there)
 
 
@@ -112,12 +103,10 @@ def experts(
     if index_NA is not None and weight_NA is not None:
         index_NA, weight_NA = index_NA.contiguous(), weight_NA.to(torch.float32).contiguous()
     h_RF = torch.empty(tokens * active, hidden, device=z_NL.device)
-    beta, linear_beta = (caps[0], caps[1] or 0.0) if caps else (0.0, 0.0)
     tile = _fitting(tiles[0], width)
     _hidden_kernel[(tokens * active, blocks(hidden, tile.rows))](
-        z_NL, z_NL.stride(0), index_NA, w1_EFL, w3_EFL, h_RF, active, beta, linear_beta, L=width, F=hidden, BO=tile.rows,
-        BK=tile.columns, GATE_CAPPED=caps is not None, UP_CAPPED=caps is not None and caps[1] is not None,
-        num_warps=tile.warps,
+        z_NL, z_NL.stride(0), index_NA, w1_EFL, w3_EFL, h_RF, active, L=width, F=hidden, BO=tile.rows,
+        BK=tile.columns, **unit_options(caps), num_warps=tile.warps,
     )  # fmt: skip
     tile = _fitting(tiles[1], hidden)
     _output_kernel[(blocks(width, tile.rows), tokens)](

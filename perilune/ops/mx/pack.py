@@ -1,12 +1,19 @@
 """MXFP4 matrices as the CUDA kernels read them: rearranged once, when a model is loaded.
 
-    codes  uint8 [E, G, O, 16]   of each group of 32 columns and each row: byte b holds column b in its low nibble and
-                                 column b + 16 in its high one
-    scale  int32 [E, G / 4, O]   of four groups and each row, first group in the lowest byte: 2^(s - 127) as s + 126, and
-                                 255 for NaN
+A step is 128 columns, four groups of 32; I is rounded up to whole steps.
 
-So a tile of rows of one group is one run of memory, and 16 bytes are a thread's copy. G is rounded up to a multiple of
-four; the added codes and scales give zeros, so nothing is read past the end of the scales (traps T07).
+    codes  int16 [E, steps, O, 32]   word c of a row holds column c of each of the four groups
+    scale  int32 [E, steps, O]       the four scales, first group in the lowest byte: 2^(s - 127) as s + 126, NaN as 255
+
+A tile of rows of one step is one run of memory. In a word the bits of a code (sign, exponent, mantissa; "seem") lie where a
+bfloat16 has them, up to a shift by 0, 3 or 6; only the fourth is torn apart:
+
+    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    group    0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+             s  s  e  s  e  m  s  e  e  m  e  e  m  e  e  m
+
+Added codes and scales give zeros, so nothing is read past the end of the scales (traps T07). Codes under a NaN are 0: the byte
+255 shifted into a bfloat16 is infinity, and zero times that is the NaN.
 """
 
 from __future__ import annotations
@@ -23,6 +30,13 @@ from perilune.ops.mx.element import E2M1
 from perilune.ops.mx.scale import GROUP, NAN_SCALE
 
 GROUPS = 4  # of a step of the kernels
+STEP = GROUPS * GROUP
+PLACES = (
+    (15, 8, 7, 6),
+    (12, 5, 4, 3),
+    (9, 2, 1, 0),
+    (14, 13, 11, 10),
+)  # of each group's sign, exponent and mantissa bits
 MOST_SCALE = 128  # 2^1; the factor 2^(s - 1) of a greater one is beyond bfloat16, which weights never come near
 SCALE_OFFSET = 126
 
@@ -46,11 +60,13 @@ class DeviceWeight(NamedTuple):
 
     def expert(self, e: int, dtype: torch.dtype) -> Tensor:
         """The dense matrix `[O, I]` of expert e."""
-        groups = self.columns // GROUP
-        nibbles = unpack_nibbles(self.codes[e, :groups].transpose(0, 1)).unflatten(-1, (GROUP // 2, 2))
-        codes = pack_nibbles(nibbles.transpose(-1, -2).flatten(-2)).flatten(1)
+        word_OSc = self.codes[e].transpose(0, 1).to(torch.int32)
+        groups = [
+            sum((word_OSc >> place & 1) << 3 - bit for bit, place in enumerate(places)) for places in PLACES
+        ]  # of each code from the sign down
+        codes = pack_nibbles(torch.stack(groups, -2).flatten(1)[:, : self.columns])
         places = 8 * torch.arange(GROUPS, device=self.scale.device)
-        biased = (self.scale[e].T[..., None] >> places & 255).flatten(1)[:, :groups]
+        biased = (self.scale[e].T[..., None] >> places & 255).flatten(1)[:, : self.columns // GROUP]
         scale = torch.where(biased == NAN_SCALE, NAN_SCALE, biased - SCALE_OFFSET).to(torch.uint8)
         return decode_blocks(codes, scale, E2M1, dtype)
 
@@ -68,12 +84,17 @@ def pack(codes_EOJ: Tensor, scale_EOG: Tensor) -> DeviceWeight:
             f"power of two, or leave them in the published layout"
         )
     missing = -scale_EOG.shape[2] % GROUPS
-    nibbles = unpack_nibbles(codes_EOJ).unflatten(-1, (-1, 2, GROUP // 2))  # [E, O, G, half, 16]
-    bytes_EOGb = pack_nibbles(nibbles.transpose(-1, -2).flatten(-2)).unflatten(-1, (-1, GROUP // 2)).flatten(2, -2)
-    bytes_EGOb = F.pad(bytes_EOGb, (0, 0, 0, missing)).transpose(1, 2).contiguous()
+    code_EOSgc = (
+        F.pad(unpack_nibbles(codes_EOJ), (0, missing * GROUP)).unflatten(-1, (-1, GROUPS, GROUP)).to(torch.int32)
+    )
+    word_EOSc = torch.zeros_like(code_EOSgc[..., 0, :])
+    for group, places in enumerate(PLACES):
+        for bit, place in enumerate(places):
+            word_EOSc |= (code_EOSgc[..., group, :] >> 3 - bit & 1) << place
+    word_ESOc = word_EOSc.to(torch.int16).transpose(1, 2).contiguous()
     biased = scale_EOG.to(torch.int64) + SCALE_OFFSET
     biased = torch.where(scale_EOG == NAN_SCALE, NAN_SCALE, biased)
     biased = F.pad(biased, (0, missing), value=SCALE_OFFSET + 127).unflatten(-1, (-1, GROUPS))
     word = (biased << 8 * torch.arange(GROUPS, device=biased.device)).sum(-1)
     word = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-    return DeviceWeight(bytes_EGOb, word.transpose(1, 2).contiguous(), scale_EOG.shape[2] * GROUP)
+    return DeviceWeight(word_ESOc, word.transpose(1, 2).contiguous(), scale_EOG.shape[2] * GROUP)

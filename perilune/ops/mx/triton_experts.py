@@ -13,12 +13,11 @@ from torch import Tensor
 
 from perilune.ops.moe.triton.plan import RowPlan, row_plan
 from perilune.ops.moe.triton.rows import sum_rows
+from perilune.ops.moe.triton.unit import Caps, unit_options
 from perilune.ops.mx import triton_products as products
 from perilune.ops.mx.fake_quant import fake_quantize
 from perilune.ops.mx.pack import DeviceWeight
 from perilune.ops.triton.sizes import blocks
-
-Caps = tuple[float, float | None] | None
 
 
 class Tiling(NamedTuple):
@@ -33,12 +32,9 @@ class Tiling(NamedTuple):
     output_stages: int
 
 
-FEW = Tiling(16, 64, 4, 4, 64, 4, 4)  # a decode step: weights are read once, for a few rows
+FEW = Tiling(16, 64, 4, 3, 64, 4, 3)  # a decode step: weights are read once, for a few rows
 MANY = Tiling(128, 128, 8, 3, 128, 8, 3)
-TILINGS = (
-    FEW, MANY, Tiling(16, 64, 4, 6, 64, 4, 6), Tiling(16, 128, 8, 4, 128, 8, 4), Tiling(128, 128, 8, 2, 64, 4, 3),
-    Tiling(128, 64, 4, 3, 128, 8, 2), Tiling(64, 128, 8, 3, 128, 8, 3),
-)  # fmt: skip
+TILINGS = (FEW, MANY, Tiling(16, 64, 4, 4, 64, 4, 4), Tiling(16, 32, 4, 3, 32, 4, 3), Tiling(128, 128, 8, 2, 128, 8, 2))
 FEW_ROWS = 48  # routed rows an expert, from which tiles of 128 rows waste less than they gain
 GROUP = 8  # tiles of rows that take turns with one tile of a matrix
 
@@ -78,11 +74,10 @@ def hidden(z_NL: Tensor, w1: DeviceWeight, w3: DeviceWeight, plan: RowPlan, tile
     """glu(W1 z, W3 z) of each routed row, `[R', F]` in the tokens' dtype."""
     z_NL = z_NL if z_NL.stride(-1) == 1 else z_NL.contiguous()
     h_RF = torch.empty(plan.rows, w1.rows, dtype=z_NL.dtype, device=z_NL.device)
-    beta, linear_beta = (caps[0], caps[1] or 0.0) if caps else (0.0, 0.0)
     products.glu_kernel[(len(plan.expert_T) * blocks(w1.rows, tile.hidden),)](
-        z_NL, z_NL.stride(0), w1.codes, w1.scale, w3.codes, w3.scale, h_RF, *_where(plan), plan.active, beta, linear_beta,
-        L=w1.columns, F=w1.rows, STEPS=w1.steps, BO=tile.hidden, BM=tile.rows, GROUP=GROUP, GATE_CAPPED=caps is not None,
-        UP_CAPPED=caps is not None and caps[1] is not None, num_warps=tile.hidden_warps, num_stages=tile.hidden_stages,
+        z_NL, z_NL.stride(0), w1.codes, w1.scale, w3.codes, w3.scale, h_RF, *_where(plan), plan.active,
+        L=w1.columns, F=w1.rows, STEPS=w1.steps, BO=tile.hidden, BM=tile.rows, GROUP=GROUP, **unit_options(caps),
+        num_warps=tile.hidden_warps, num_stages=tile.hidden_stages,
     )  # fmt: skip
     return h_RF
 

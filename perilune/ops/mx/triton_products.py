@@ -1,11 +1,12 @@
 """Products of routed rows with MXFP4 matrices on a CUDA device: codes become bfloat16 in registers, tensor cores multiply.
 
 Weights stand on the M side of a product, rows of tokens on the N side, so that one kernel serves a decode step (16 rows a
-tile) and a prefill (128 rows). A step along the depth takes four groups of 32 columns as `pack` lays them out: 16 bytes a
-group and row, whose low nibbles are the group's first 16 columns and whose high nibbles are the others.
+tile) and a prefill (128 rows). A step along the depth takes 128 columns as `pack` lays them out: each word of a row holds a
+code of each of four groups, and a group is one product of depth 32 with a scale of its own.
 
-A code is moved into the sign, the last two exponent bits and the first mantissa bit of a bfloat16: that is its value times
-2^-126, subnormals included. One product with 2^(scale - 1) makes the weight, exactly; eight codes take 22 instructions.
+A code's sign, exponent and mantissa bit become the sign, the last two exponent bits and the first mantissa bit of a
+bfloat16: that is its value times 2^-126, subnormals included. One product with 2^(scale - 1) makes the weight, exactly;
+eight weights take 15 instructions.
 """
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
@@ -16,67 +17,72 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from perilune.ops.moe.triton.tiles import capped, place_of_tile
-from perilune.ops.triton.gates import sigmoid
+from perilune.ops.moe.triton.tiles import place_of_tile
+from perilune.ops.moe.triton.unit import gated_unit
 from perilune.ops.triton.products import INTERPRET, product
 
 NAN_CODE = tl.constexpr(255)  # of a packed scale; see `pack`
-# Of four bytes b0..b3 and their rows' factors: low nibbles as bfloat16 (two registers), high nibbles alike.
+# Of two words, and the factors of their rows for each group: the weights of each group.
 DECODE = tl.constexpr("""{
-    .reg .b32 p, q, s, t;
-    prmt.b32 p, $4, 0, 0x4140;
-    prmt.b32 q, $4, 0, 0x4342;
-    shl.b32 s, p, 6;
-    shl.b32 t, p, 12;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 s, t, 0x80008000, s, 0xEA;
+    .reg .b32 s, t;
+    and.b32 s, $4, 0x81C081C0;
     mul.bf16x2 $0, s, $5;
-    shl.b32 s, q, 6;
-    shl.b32 t, q, 12;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 s, t, 0x80008000, s, 0xEA;
+    shl.b32 s, $4, 3;
+    and.b32 s, s, 0x81C081C0;
     mul.bf16x2 $1, s, $6;
-    shl.b32 s, p, 2;
-    shl.b32 t, p, 8;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 s, t, 0x80008000, s, 0xEA;
-    mul.bf16x2 $2, s, $5;
-    shl.b32 s, q, 2;
-    shl.b32 t, q, 8;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 s, t, 0x80008000, s, 0xEA;
-    mul.bf16x2 $3, s, $6;
+    shl.b32 s, $4, 6;
+    and.b32 s, s, 0x81C081C0;
+    mul.bf16x2 $2, s, $7;
+    shl.b32 s, $4, 1;
+    and.b32 s, s, 0x80008000;
+    shr.u32 t, $4, 5;
+    lop3.b32 s, t, 0x01000100, s, 0xEA;
+    shr.u32 t, $4, 4;
+    lop3.b32 s, t, 0x00C000C0, s, 0xEA;
+    mul.bf16x2 $3, s, $8;
 }""")
 
 
 @triton.jit
-def _code_value(code, factor):
-    """Value of a code 0..15 times the factor, in float32: what `DECODE` computes, for the interpreter."""
-    magnitude = code & 7
-    exponent, half = magnitude >> 1, (magnitude & 1).to(tl.float32) * 0.5
-    value = tl.where(exponent == 0, half, (1.0 + half) * (1 << tl.maximum(exponent - 1, 0)).to(tl.float32))
-    return tl.where(code > 7, -value, value) * factor
+def _value(sign, exponent, mantissa, scale):
+    """A weight from the bits of its code and its packed scale [rows], in float32: what `DECODE` computes."""
+    half = (mantissa & 1).to(tl.float32) * 0.5
+    high, low = (exponent >> 1) & 1, exponent & 1
+    magnitude = tl.where(high + low == 0, half, (1.0 + half) * (1 + high + 2 * high * low).to(tl.float32))
+    factor = tl.where(scale == NAN_CODE, float("nan"), tl.exp2((scale - 253).to(tl.float32)))
+    return tl.where((sign & 1) == 1, -magnitude, magnitude) * factor[:, None]
 
 
 @triton.jit
-def weights_of(codes, scale):
-    """The two halves of a group, [rows, 16] each, from its bytes [rows, 16] and packed scales int32 [rows]."""
+def _factor(scale, SHAPE: tl.constexpr):
+    """2^(s - 1) of packed scales [rows] as bfloat16 [rows, 32]; infinity for NaN, whose codes are 0."""
+    bits = (scale << 7).to(tl.int16)
+    return tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True)[:, None], SHAPE)
+
+
+@triton.jit
+def weights_of(words, scales):
+    """The four groups of a step, [rows, 32] each, from its words int16 [rows, 32] and scales int32 [rows]."""
+    s0, s1, s2, s3 = scales & 255, (scales >> 8) & 255, (scales >> 16) & 255, (scales >> 24) & 255
     if INTERPRET:
-        wide = codes.to(tl.int32)
-        factor = tl.where(scale == NAN_CODE, float("nan"), tl.exp2((scale - 253).to(tl.float32)))[:, None]
-        return _code_value(wide & 15, factor), _code_value(wide >> 4, factor)
-    bits = tl.where(scale == NAN_CODE, 0x7FFF, scale << 7).to(tl.int16)
-    factor = tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True)[:, None], codes.shape)
+        w = words.to(tl.int32)
+        fourth = ((w >> 12) & 2) | ((w >> 11) & 1)
+        return (
+            _value(w >> 15, w >> 7, w >> 6, s0), _value(w >> 12, w >> 4, w >> 3, s1), _value(w >> 9, w >> 1, w, s2),
+            _value(w >> 14, fourth, w >> 10, s3),
+        )  # fmt: skip
     return tl.inline_asm_elementwise(
-        DECODE, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+        DECODE, "=r,=r,=r,=r,r,r,r,r,r",
+        [words, _factor(s0, words.shape), _factor(s1, words.shape), _factor(s2, words.shape), _factor(s3, words.shape)],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
-def load_columns(x, real, column, I: tl.constexpr, STEP: tl.constexpr):
-    """[rows, 16] columns from `column` on; x points to each row's start."""
-    at = column + tl.arange(0, 16)
-    if I % STEP == 0:
+def load_columns(x, real, column, I: tl.constexpr):
+    """[rows, 32] columns from `column` on; x points to each row's start."""
+    at = column + tl.arange(0, 32)
+    if I % 128 == 0:
         return tl.load(x[:, None] + at[None, :], real[:, None], 0.0)
     return tl.load(x[:, None] + at[None, :], real[:, None] & (at < I)[None, :], 0.0)
 
@@ -85,7 +91,7 @@ def load_columns(x, real, column, I: tl.constexpr, STEP: tl.constexpr):
 def glu_kernel(
     x, x_stride, codes1, scales1, codes3, scales3, h, slot_of_row, expert_of_tile, start, counts, experts, active, beta,
     linear_beta, L: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr, BO: tl.constexpr, BM: tl.constexpr,
-    GROUP: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
+    GROUP: tl.constexpr, FOUR: tl.constexpr, GATE_CAPPED: tl.constexpr, UP_CAPPED: tl.constexpr,
 ):  # fmt: skip
     """h = glu(x W1^T, x W3^T) of one tile of rows and BO hidden units."""
     columns: tl.constexpr = (F + BO - 1) // BO
@@ -96,29 +102,25 @@ def glu_kernel(
     real = row - tl.load(start + expert) * BM < tl.load(counts + expert)
     token = (tl.load(slot_of_row + row, real, 0) // active).to(tl.int64)
     x += token * x_stride
-    unit, byte = n * BO + tl.arange(0, BO), tl.arange(0, 16)
+    unit = n * BO + tl.arange(0, BO)
     there = unit < F
-    at = unit[:, None] * 16 + byte[None, :]
-    codes1 += expert.to(tl.int64) * (STEPS * 4 * F * 16)
-    codes3 += expert.to(tl.int64) * (STEPS * 4 * F * 16)
+    at = unit[:, None] * 32 + tl.arange(0, 32)[None, :]
+    codes1 += expert.to(tl.int64) * (STEPS * F * 32)
+    codes3 += expert.to(tl.int64) * (STEPS * F * 32)
     scales1 += expert.to(tl.int64) * (STEPS * F)
     scales3 += expert.to(tl.int64) * (STEPS * F)
     a = tl.zeros([BO, BM], tl.float32)
     b = tl.zeros([BO, BM], tl.float32)
     for k in range(STEPS):
-        scale1 = tl.load(scales1 + k * F + unit, there, 0)
-        scale3 = tl.load(scales3 + k * F + unit, there, 0)
+        word1 = tl.load(codes1 + k * (F * 32) + at, there[:, None], 0)
+        word3 = tl.load(codes3 + k * (F * 32) + at, there[:, None], 0)
+        gates = weights_of(word1, tl.load(scales1 + k * F + unit, there, 0))
+        ups = weights_of(word3, tl.load(scales3 + k * F + unit, there, 0))
         for g in tl.static_range(4):
-            first = load_columns(x, real, k * 128 + g * 32, L, 128)
-            second = load_columns(x, real, k * 128 + g * 32 + 16, L, 128)
-            place = (k * 4 + g) * (F * 16) + at
-            low, high = weights_of(tl.load(codes1 + place, there[:, None], 0), (scale1 >> (8 * g)) & 255)
-            a = product(high, tl.trans(second), product(low, tl.trans(first), a))
-            low, high = weights_of(tl.load(codes3 + place, there[:, None], 0), (scale3 >> (8 * g)) & 255)
-            b = product(high, tl.trans(second), product(low, tl.trans(first), b))
-    left, _ = capped(a, beta, GATE_CAPPED)
-    right, _ = capped(b, linear_beta, UP_CAPPED)
-    hidden = left * sigmoid(a) * right
+            v = tl.trans(load_columns(x, real, k * 128 + g * 32, L))
+            a = product(gates[g], v, a)
+            b = product(ups[g], v, b)
+    hidden = gated_unit(a, b, beta, linear_beta, FOUR, GATE_CAPPED, UP_CAPPED)
     tl.store(h + row.to(tl.int64)[None, :] * F + unit[:, None], hidden.to(h.dtype.element_ty), there[:, None])
 
 
@@ -135,20 +137,17 @@ def down_kernel(
     row = m * BM + tl.arange(0, BM)
     real = row - tl.load(start + expert) * BM < tl.load(counts + expert)
     h += row.to(tl.int64) * F
-    unit, byte = n * BO + tl.arange(0, BO), tl.arange(0, 16)
+    unit = n * BO + tl.arange(0, BO)
     there = unit < L
-    at = unit[:, None] * 16 + byte[None, :]
-    codes += expert.to(tl.int64) * (STEPS * 4 * L * 16)
+    at = unit[:, None] * 32 + tl.arange(0, 32)[None, :]
+    codes += expert.to(tl.int64) * (STEPS * L * 32)
     scales += expert.to(tl.int64) * (STEPS * L)
     total = tl.zeros([BO, BM], tl.float32)
     for k in range(STEPS):
-        scale = tl.load(scales + k * L + unit, there, 0)
+        word = tl.load(codes + k * (L * 32) + at, there[:, None], 0)
+        weights = weights_of(word, tl.load(scales + k * L + unit, there, 0))
         for g in tl.static_range(4):
-            first = load_columns(h, real, k * 128 + g * 32, F, 128)
-            second = load_columns(h, real, k * 128 + g * 32 + 16, F, 128)
-            place = (k * 4 + g) * (L * 16) + at
-            low, high = weights_of(tl.load(codes + place, there[:, None], 0), (scale >> (8 * g)) & 255)
-            total = product(high, tl.trans(second), product(low, tl.trans(first), total))
+            total = product(weights[g], tl.trans(load_columns(h, real, k * 128 + g * 32, F)), total)
     p = tl.load(weight + tl.load(slot_of_row + row, real, 0), real, 0.0)
     total *= p[None, :]
     tl.store(y + row.to(tl.int64)[None, :] * L + unit[:, None], total.to(y.dtype.element_ty), there[:, None])
