@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import termios
+import time
 import tty
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def encode_start(argv: Sequence[str], env: Mapping[str, str], cwd: str, terminal
     text = b"".join(os.fsencode(part) + b"\0" for part in (cwd, *argv, *variables))
     if len(text) > LONGEST_START - 64:
         raise SandboxError(f"arguments and environment of {len(text)} bytes; at most {LONGEST_START - 64} fit")
-    return struct.pack("<IIIHH", flags, len(argv), len(variables), 24, 80) + text
+    return struct.pack("<QIIIHH", time.time_ns(), flags, len(argv), len(variables), 24, 80) + text
 
 
 class AgentCommand:

@@ -6,8 +6,6 @@ its device state, so it starts in tens of milliseconds and shares what it does n
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import threading
@@ -17,6 +15,7 @@ from pathlib import Path
 from perilune.errors import ConfigError
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.keeper import Keeper
+from perilune.sandbox.drivers.qemu_host import Host, find_out
 from perilune.sandbox.drivers.qemu_machine import FORMAT, QemuMachine
 from perilune.sandbox.drivers.qemu_process import KERNEL_LINE, program, spawn
 from perilune.sandbox.drivers.qemu_template import Template, Templates
@@ -59,7 +58,8 @@ class QemuDriver:
         self.templates = Templates(folder / "templates", self.keeper)
         self._stores: dict[str, Store] = {}
         self._images: dict[str, Image] = {}
-        self._version = self._accelerator = ""
+        self._version = ""
+        self._found: Host | None = None
         self._lock = threading.RLock()
 
     def probe(self) -> Probe:
@@ -77,8 +77,9 @@ class QemuDriver:
     def template_hash(self, spec: Spec) -> str:
         """What a sandbox starts from, as `name=value` parts; a snapshot is resumed only where all are the same."""
         image = self._image(spec)
+        host = self._host(image)
         return (
-            f"mode={self._mode(image)} qemu={self._qemu_version()} kernel={image.kernel_hash} image={image.image_hash} "
+            f"mode={host.accelerator} mhz={round(host.khz / 1000)} qemu={self._qemu_version()} kernel={image.kernel_hash} image={image.image_hash} "
             f"memory={memory_bytes(spec.limits)} line={build_image.text_hash(KERNEL_LINE)}"
         )
 
@@ -104,30 +105,15 @@ class QemuDriver:
             self._version = found[1] if found else "unknown"
         return self._version
 
-    def _mode(self, image: Image) -> str:
-        """ "kvm" where a guest of ours boots on it, else "tcg"; an open /dev/kvm says nothing. Found out once for a folder."""
+    def _host(self, image: Image) -> Host:
+        """What guests run on, found out once for a machine."""
         with self._lock:
-            if self._accelerator:
-                return self._accelerator
-            if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-                self._accelerator = "tcg"
-                return "tcg"
-            note, key = (
-                self.templates.folder / "accelerator.json",
-                [os.uname().release, self._qemu_version(), image.kernel_hash],
-            )
-            try:
-                known = json.loads(note.read_text())
-            except (FileNotFoundError, ValueError):
-                known = {}
-            if known.get("for") != key:
-                works = self.templates.boots(image, "kvm", LEAST_MEMORY, KVM_SECONDS)
-                known = {"for": key, "mode": "kvm" if works else "tcg"}
-                temporary = note.with_suffix(f".{os.getpid()}")
-                temporary.write_text(json.dumps(known))
-                os.replace(temporary, note)
-            self._accelerator = known["mode"]
-            return self._accelerator
+            if self._found is None:
+                self._found = find_out(
+                    build_image.default_folder() / "host.json", [self._qemu_version(), image.kernel_hash],
+                    lambda host: self.templates.boots(image, host, LEAST_MEMORY, KVM_SECONDS),
+                )  # fmt: skip
+            return self._found
 
     def make(self, sandbox: str, generation: str, spec: Spec, layer: str | None, blobs: str) -> QemuMachine:
         """Start a guest.
@@ -143,10 +129,11 @@ class QemuDriver:
             StoreDamaged: a stored page is missing or damaged.
         """
         wanted = self.template_hash(spec)
-        image, mode, size = self._image(spec), self._mode(self._image(spec)), memory_bytes(spec.limits)
+        image, size = self._image(spec), memory_bytes(spec.limits)
+        host = self._host(image)
         saved = None
         if layer is None:
-            template = self.templates.get(wanted, image, mode, size)
+            template = self.templates.get(wanted, image, host, size)
             devices = template.devices
         else:
             store = self._store(blobs)
@@ -160,7 +147,7 @@ class QemuDriver:
                 devices = store.read(record["devices"])
             except (KeyError, ValueError, TypeError) as error:
                 raise StoreDamaged(f"saved machine {layer[:12]} is damaged: {error}") from None
-        return self._continue(sandbox, generation, spec, template, saved, devices, mode)
+        return self._continue(sandbox, generation, spec, template, saved, devices, host.accelerator)
 
     def _continue(
         self, sandbox: str, generation: str, spec: Spec, template: Template, saved, devices: bytes, mode: str

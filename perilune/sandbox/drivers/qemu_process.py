@@ -14,12 +14,9 @@ from perilune.sandbox.guest.build_image import Image
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost
 
 PROGRAM = "qemu-system-x86_64"
-KERNEL_LINE = (
-    "quiet console=ttyS0 reboot=t panic=-1 init_on_free=1 random.trust_cpu=on "
-    "tsc_early_khz=2000000 tsc=reliable no_timer_check lpj=4000000"
-)
-"""The clock flags keep an emulated processor from waiting for good while it measures its clocks; freed memory is cleared, so that a secret
-goes with its process. A panic ends QEMU."""
+KERNEL_LINE = "quiet console=ttyS0 reboot=t panic=-1 init_on_free=1 random.trust_cpu=on tsc_early_khz={khz} tsc=reliable no_timer_check lpj=4000000"
+"""The clock flags keep an emulated processor from waiting for good while it measures its clocks: it is told what the host's counter, which
+it shows its guest, counts by. Freed memory is cleared, so that a secret goes with its process. A panic ends QEMU."""
 _MACHINE = "microvm,x-option-roms=off,isa-serial=on,acpi=on,auto-kernel-cmdline=off,memory-backend=ram"
 _SECCOMP = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _TRANSLATED_MB = 32
@@ -67,7 +64,7 @@ def said(errors: int) -> str:
 
 
 def spawn(
-    keeper: Keeper, sandbox: str, accelerator: str, memory: Path, size: int, *, boot: tuple[Image, Path] | None = None,
+    keeper: Keeper, sandbox: str, accelerator: str, memory: Path, size: int, *, boot: tuple[Image, Path, int] | None = None,
     groups: tuple[str, ...] = (),
 ) -> Vm:  # fmt: skip
     """Start QEMU.
@@ -77,7 +74,7 @@ def spawn(
         accelerator: "tcg" or "kvm".
         memory: the template's memory, mapped privately; where it boots, the descriptor of an empty file, which is written.
         size: of the memory in bytes.
-        boot: image, and a file for the console's text; None = wait for a device state.
+        boot: image, a file for the console's text, and what the time stamp counter counts in a millisecond; None = wait for a device state.
         groups: cgroup.procs files that it enters.
 
     Raises:
@@ -99,7 +96,7 @@ def spawn(
         "-global", "migration.send-configuration=off",
     ]  # fmt: skip
     if boot:
-        argv += ["-kernel", boot[0].kernel, "-initrd", boot[0].initrd, "-append", KERNEL_LINE]
+        argv += ["-kernel", boot[0].kernel, "-initrd", boot[0].initrd, "-append", KERNEL_LINE.format(khz=boot[2])]
     else:
         argv += ["-incoming", "defer"]
     agent, its_agent = socket.socketpair()

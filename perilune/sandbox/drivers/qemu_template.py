@@ -28,6 +28,7 @@ import numpy as np
 
 from perilune.sandbox.drivers.keeper import Keeper
 from perilune.sandbox.drivers.qemu_channel import Channel
+from perilune.sandbox.drivers.qemu_host import Host
 from perilune.sandbox.drivers.qemu_process import said, spawn
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.guest.build_image import Image
@@ -35,7 +36,7 @@ from perilune.sandbox.pages import PACK_PAGES, PAGE, Numbers, Packs, Pages, Tabl
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost
 from perilune.sandbox.store import Batch, Store
 
-BOOT_SECONDS = (20.0, 30.0, 45.0)
+BOOT_SECONDS = (40.0, 60.0, 90.0)
 """Time limits of the tries: an emulated boot is known to stand still for good once in a while."""
 WARM_SECONDS = 60.0
 WARM = {"python": ["python3", "-c", "import json, os, socket, subprocess, sys"]}
@@ -161,7 +162,7 @@ class Templates:
                 return found
         return None
 
-    def get(self, made_of: str, image: Image, accelerator: str, size: int) -> Template:
+    def get(self, made_of: str, image: Image, host: Host, size: int) -> Template:
         """The template that is made of this, booted if there is none.
 
         Raises:
@@ -176,18 +177,18 @@ class Templates:
             for seconds in BOOT_SECONDS:
                 with self._building() as folder:
                     try:
-                        self._boot(folder, image, accelerator, size, seconds)
+                        self._boot(folder, image, host, size, seconds)
                     except GuestLost as error:
                         failure = f"{error}; {(folder / 'console').read_text(errors='replace').strip()[-300:]}"
                         continue
                     return self._adopt(folder, made_of, size, _packed(folder))
             raise DriverUnavailable(f"qemu: no guest answered in {len(BOOT_SECONDS)} boots: {failure}")
 
-    def boots(self, image: Image, accelerator: str, size: int, seconds: float) -> bool:
-        """Whether a guest answers at all with this accelerator."""
+    def boots(self, image: Image, host: Host, size: int, seconds: float) -> bool:
+        """Whether a guest answers at all on this host."""
         with self._building() as folder:
             try:
-                self._boot(folder, image, accelerator, size, seconds)
+                self._boot(folder, image, host, size, seconds)
             except (GuestLost, DriverUnavailable):
                 return False
             return True
@@ -224,14 +225,14 @@ class Templates:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _boot(self, folder: Path, image: Image, accelerator: str, size: int, seconds: float) -> None:
+    def _boot(self, folder: Path, image: Image, host: Host, size: int, seconds: float) -> None:
         """Boot, warm up, stop; leaves `ram` and `devices`. Raises GuestLost."""
         # In memory until it is done: a boot clears all of its memory, of which most is worth no room on a disk.
         memory = os.memfd_create("memory")
         try:
             os.truncate(memory, size)
             (folder / "console").touch()
-            self._run_boot(folder, image, accelerator, memory, size, seconds)
+            self._run_boot(folder, image, host, memory, size, seconds)
             with open(folder / "ram", "wb") as kept:
                 kept.truncate(size)
                 for number, pages in nonzero_pages(memory):
@@ -239,8 +240,8 @@ class Templates:
         finally:
             os.close(memory)
 
-    def _run_boot(self, folder: Path, image: Image, accelerator: str, memory: int, size: int, seconds: float) -> None:
-        vm = spawn(self.keeper, "template", accelerator, memory, size, boot=(image, folder / "console"))
+    def _run_boot(self, folder: Path, image: Image, host: Host, memory: int, size: int, seconds: float) -> None:
+        vm = spawn(self.keeper, "template", host.accelerator, memory, size, boot=(image, folder / "console", host.khz))
         channel = Channel("template", vm.agent)
         try:
             channel.hello(uuid.uuid4().hex, os.urandom(64), LIMITS, "template", seconds)

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 enum { PIECE = 32768, LONGEST_FRAME = 4 << 20, OUT_ROOM = 512 << 10, MOST_COMMANDS = 1000 };
+#define CLOCK_TOLERANCE 100000000u /* What a message may take to come here. */
 
 struct buffer {
     uint8_t *data;
@@ -318,11 +319,12 @@ static void handle(const struct header *header, uint8_t *data)
         break;
     }
     case RESUME:
-        set_clock(*(uint64_t *)data);
+        set_clock(*(uint64_t *)data, 0);
         stop_processes(false);
         quiet = false;
         break;
     case START:
+        set_clock(((struct start *)data)->nanoseconds, CLOCK_TOLERANCE);
         start_command(header->id, data);
         break;
     case INPUT:

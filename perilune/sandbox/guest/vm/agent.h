@@ -55,6 +55,7 @@ struct hello {
 } __attribute__((packed));
 
 struct start {
+    uint64_t nanoseconds;
     uint32_t flags, arguments, variables;
     uint16_t rows, columns;
 } __attribute__((packed));
@@ -72,7 +73,7 @@ struct exited {
 /* machine.c: the guest as a whole. */
 int boot(void);                                    /* mounts, modules, loopback; returns the open port */
 void begin_life(const struct hello *hello, size_t length); /* randomness, clock, identity, limits */
-void set_clock(uint64_t nanoseconds);
+void set_clock(uint64_t nanoseconds, uint64_t tolerance); /* unless it is right to that many nanoseconds */
 void stop_processes(bool stop);                    /* all but the agent */
 void make_group(uint32_t id, char *path, size_t size);     /* a control group for a command; "" if there is none */
 uint32_t read_number(const char *path, const char *key);   /* a value of a control file; 0 if there is none */

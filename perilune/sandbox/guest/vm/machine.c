@@ -147,9 +147,14 @@ int boot(void)
     return port;
 }
 
-void set_clock(uint64_t nanoseconds)
+void set_clock(uint64_t nanoseconds, uint64_t tolerance)
 {
-    struct timespec now = {.tv_sec = nanoseconds / 1000000000u, .tv_nsec = nanoseconds % 1000000000u};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    uint64_t here = now.tv_sec * 1000000000ull + now.tv_nsec;
+    if ((here > nanoseconds ? here - nanoseconds : nanoseconds - here) < tolerance)
+        return;
+    now = (struct timespec) {.tv_sec = nanoseconds / 1000000000u, .tv_nsec = nanoseconds % 1000000000u};
     if (clock_settime(CLOCK_REALTIME, &now) < 0)
         say("clock: %s", strerror(errno));
 }
@@ -197,7 +202,7 @@ void begin_life(const struct hello *hello, size_t length)
     static uint64_t root, shared;
     static uint32_t processes;
     char text[160];
-    set_clock(hello->nanoseconds);
+    set_clock(hello->nanoseconds, 0);
     reseed(hello->seed);
     new_boot_id();
     const char *name = (const char *)(hello + 1);
