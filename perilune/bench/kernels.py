@@ -12,7 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.bench import gpu_attnres, gpu_decode, gpu_generate, gpu_kda, moe, mx
+from perilune.bench import (
+    gpu_attnres,
+    gpu_decode,
+    gpu_experts,
+    gpu_generate,
+    gpu_kda,
+    gpu_mla,
+    gpu_moe,
+    gpu_muon,
+    moe,
+    mx,
+)
 from perilune.bench.elementwise import PEER as ELEMENTWISE_PEER
 from perilune.bench.elementwise import cases as elementwise_cases
 from perilune.bench.harness import Case, Measurable, Row, run_suite
@@ -209,7 +220,13 @@ def _on_gpu(cases: Callable[[], Iterator[Measurable]]) -> CaseList:
 
 OPS.update(moe.OPS)
 OPS.update(mx.OPS)
-OPS["kda_gpu"] = _on_gpu(gpu_kda.cases)
-OPS["kda_decode_gpu"] = _on_gpu(gpu_decode.cases)
-OPS["depth_gpu"] = _on_gpu(gpu_attnres.cases)
-OPS["generate_gpu"] = _on_gpu(gpu_generate.cases)
+OPS |= {
+    "kda_gpu": _on_gpu(gpu_kda.cases),
+    "kda_decode_gpu": _on_gpu(gpu_decode.cases),
+    "depth_gpu": _on_gpu(gpu_attnres.cases),
+    "moe_gpu": _on_gpu(gpu_moe.cases),
+    "experts_gpu": _on_gpu(gpu_experts.cases),
+    "mla_gpu": _on_gpu(gpu_mla.cases),
+    "muon_gpu": _on_gpu(gpu_muon.cases),
+    "generate_gpu": _on_gpu(gpu_generate.cases),
+}
