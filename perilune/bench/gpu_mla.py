@@ -1,7 +1,5 @@
 """Rows of MLA on a GPU: absorbed decode against a long cache, and causal attention with an fp32 output as in training.
 
-    python -m perilune.bench.gpu_mla [RESULTS.jsonl]
-
 Decode is bound by one read of the cache, or by the products of all heads with it; its peer is torch's attention on keys and
 values that were expanded before, which is what a cache without latents would be. The peer in training is torch's fastest
 kernel for the same shape, whose output is rounded to bfloat16.
@@ -9,19 +7,15 @@ kernel for the same shape, whose output is rounded to bfloat16.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.bench.gpu_decode import make_row, report, sets
-from perilune.bench.harness import Case, Row, copy_ceiling, matmul_ceiling, measure
-from perilune.errors import ConfigError
+from perilune.bench.graphs import Calls, GraphCase, sets
+from perilune.bench.harness import Case
 from perilune.ops.mla import attend, attend_cached
 
 LATENT, SHARED, NOPE, VALUE = 512, 64, 128, 128
@@ -30,7 +24,7 @@ DECODE_SHAPES = [
     (b, h, s) for b, s in ((1, 32768), (1, 131072), (16, 4096), (16, 32768)) for h in (12, 48, 96)
 ]  # B, H, S
 TRAINING_SHAPES = ((8192, 48), (32768, 12))  # T, H
-PEER_BYTES = 12e9  # of expanded keys and values, beyond which the peer is left out
+PEER_BYTES = 20e9  # of expanded keys and values, beyond which the peer is left out
 
 
 def _normal(*shape: int) -> Tensor:
@@ -39,12 +33,9 @@ def _normal(*shape: int) -> Tensor:
 
 def decode_call(batch: int, heads: int, cached: int) -> Callable[[], Tensor]:
     """One step of every sequence: both up-projections and the attention between them."""
-    q, q_shared, cache = (
-        _normal(batch, 1, heads, NOPE),
-        _normal(batch, 1, heads, SHARED),
-        _normal(batch, cached, LATENT + SHARED),
-    )
+    q, q_shared = _normal(batch, 1, heads, NOPE), _normal(batch, 1, heads, SHARED)
     w_uk, w_uv = _normal(heads, NOPE, LATENT) / 23, _normal(heads, VALUE, LATENT) / 23
+    cache = _normal(batch, cached, LATENT + SHARED)
     length = torch.full((batch,), cached, dtype=torch.int32, device="cuda")
     return lambda: attend_cached(q, q_shared, cache, w_uk, w_uv, SCALE, length)
 
@@ -55,23 +46,24 @@ def _expanded_call(batch: int, heads: int, cached: int) -> Callable[[], Tensor]:
     return lambda: F.scaled_dot_product_attention(q, k, v, scale=SCALE)
 
 
-def decode_row(batch: int, heads: int, cached: int) -> Row:
-    """Time a shape; `extra` has the shares of the copy and of the matrix-product ceiling."""
-    traffic = 2.0 * batch * cached * (LATENT + SHARED)
-    flops = 2.0 * batch * heads * cached * (2 * LATENT + SHARED)
-    expanded = 2.0 * batch * heads * cached * 2 * (NOPE + SHARED)
-    peers = [_expanded_call(batch, heads, cached) for _ in range(2)] if 2 * expanded < PEER_BYTES else []
-    row = make_row(
-        f"mla_decode_B{batch}_H{heads}_S{cached}", f"B={batch} H={heads} S={cached} latent {LATENT}+{SHARED} bf16",
-        [decode_call(batch, heads, cached) for _ in range(sets(traffic))], traffic,
-        "torch attention on expanded keys and values" if peers else "", peers,
-    )  # fmt: skip
-    shares = {
-        "share_of_copy": 1e3 * traffic / copy_ceiling("cuda") / row.ours_ms,
-        "share_of_matmul": 1e3 * flops / matmul_ceiling("cuda", torch.bfloat16) / row.ours_ms,
-    }
-    bound = max(row.bound_ms or 0.0, 1e3 * flops / matmul_ceiling("cuda", torch.bfloat16))
-    return replace(row, bound_ms=bound, extra=shares)
+def decode_cases() -> Iterator[GraphCase]:
+    """A step at each of `DECODE_SHAPES`."""
+    for batch, heads, cached in DECODE_SHAPES:
+        traffic = 2.0 * batch * cached * (LATENT + SHARED)
+        expanded = 4.0 * batch * heads * cached * (NOPE + SHARED)
+
+        def make(
+            shape: tuple[int, int, int] = (batch, heads, cached), size: float = traffic, theirs: float = expanded
+        ) -> tuple[Calls, Calls]:
+            peers = [_expanded_call(*shape) for _ in range(2)] if 2 * theirs < PEER_BYTES else []
+            return [decode_call(*shape) for _ in range(sets(size))], peers
+
+        yield GraphCase(
+            name=f"mla_decode_B{batch}_H{heads}_S{cached}",
+            shape=f"B={batch} H={heads} S={cached} latent {LATENT}+{SHARED} bf16",
+            make=make, peer="torch attention on expanded keys and values", bytes=traffic,
+            flops=2.0 * batch * heads * cached * (2 * LATENT + SHARED),
+        )  # fmt: skip
 
 
 def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -79,14 +71,12 @@ def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[]
     dout = torch.randn(1, tokens, heads, VALUE, device="cuda")
 
     def timed(function: Callable[[], Tensor]) -> Callable[[], Any]:
-        if backward:
-            return lambda: torch.autograd.grad(out := function(), (q, k, v), dout.to(out.dtype))
+        def run() -> Any:
+            with torch.set_grad_enabled(backward):
+                out = function()
+                return torch.autograd.grad(out, (q, k, v), dout.to(out.dtype)) if backward else out
 
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return function()
-
-        return forward
+        return run
 
     def peer() -> Tensor:
         padded = F.pad(v, (0, SHARED)).transpose(1, 2)
@@ -111,23 +101,7 @@ def training_cases() -> Iterator[Case]:
             )
 
 
-def run(results: Path | None = None) -> list[Row]:
-    """Measure all rows; print them and append them to `results`.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("these rows need a CUDA device; torch sees none")
-    rows = []
-    for shape in DECODE_SHAPES:
-        rows.append(decode_row(*shape))
-        report(rows[-1], results)
-    for case in training_cases():
-        rows.append(measure(case, "cuda", samples=3))
-        report(rows[-1], results)
-    return rows
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+def cases() -> Iterator[GraphCase | Case]:
+    """Decode, then training."""
+    yield from decode_cases()
+    yield from training_cases()

@@ -1,59 +1,43 @@
-"""Rows of Newton-Schulz on a GPU: stacks of matrices as Muon cuts them, against the plain iteration.
-
-python -m perilune.bench.gpu_muon [RESULTS.jsonl]
-"""
+"""Rows of Newton-Schulz on a GPU: stacks of matrices as Muon cuts them, against the plain iteration and a loop over matrices."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from perilune.bench.gpu_decode import report
-from perilune.bench.harness import Case, Row, measure
-from perilune.errors import ConfigError
+from perilune.bench.harness import Case
 from perilune.ops import newton_schulz as module
 
 SHAPES = ((96, 128, 7168), (16, 128, 1024), (64, 512, 1024))  # matrices, short side, long side
 STEPS = 5
 
 
-def _pair(shape: tuple[int, int, int]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _pair(shape: tuple[int, int, int], loop: bool) -> tuple[Callable[[], object], Callable[[], object]]:
     x = torch.randn(*shape, device="cuda")
 
-    def plain() -> Tensor:
+    def plain(matrices: Tensor) -> Tensor:
         with mock.patch.object(module, "GRAM_RATIO", 1 << 30):
-            return module.newton_schulz(x, dtype=torch.bfloat16)
+            return module.newton_schulz(matrices, dtype=torch.bfloat16)
 
-    return lambda: module.newton_schulz(x, dtype=torch.bfloat16), plain
+    peer = (lambda: [plain(matrix) for matrix in x]) if loop else (lambda: plain(x))
+    return lambda: module.newton_schulz(x, dtype=torch.bfloat16), peer
 
 
-def run(results: Path | None = None) -> list[Row]:
-    """Measure all rows; print them and append them to `results`.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("these rows need a CUDA device; torch sees none")
-    rows = []
+def cases() -> Iterator[Case]:
+    """Each of `SHAPES` against both peers."""
     for count, short, long in SHAPES:
-        case = Case(
-            name=f"newton_schulz_{count}x{short}x{long}",
-            shape=f"{count} matrices {short}x{long}, bf16 products, {STEPS} steps",
-            make=lambda shape=(count, short, long): _pair(shape),
-            peer="the plain iteration, batched",
-            flops=count * STEPS * (4.0 * short * short * long + 2.0 * short**3),
-            dtype=torch.bfloat16,
-        )
-        rows.append(measure(case, "cuda"))
-        report(rows[-1], results)
-    return rows
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+        for suffix, loop, peer in (
+            ("", False, "the plain iteration, batched"),
+            ("_vs_loop", True, "one matrix at a time"),
+        ):
+            yield Case(
+                name=f"newton_schulz_gpu_{count}x{short}x{long}{suffix}",
+                shape=f"{count} matrices {short}x{long}, bf16 products, {STEPS} steps",
+                make=lambda shape=(count, short, long), loop=loop: _pair(shape, loop),
+                peer=peer,
+                flops=count * STEPS * (4.0 * short * short * long + 2.0 * short**3),
+                dtype=torch.bfloat16,
+            )
