@@ -33,14 +33,10 @@ from perilune.ops.kda import chunk_kda, kda_decode_step, recurrent_kda_reference
 
 CHUNK = 16  # rows of a chunk in the operation counts: what the bounded gate allows without inner tiles
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-SHAPES = {  # B, T, H, d
-    "cpu": ((4, 512, 4, 64), (1, 2048, 8, 64), (2, 512, 2, 128)),
-    "cuda": ((1, 8192, 32, 128), (1, 8192, 96, 128), (8, 2048, 32, 128)),
-}
-DECODE_SHAPES = {  # B, H, d
-    "cpu": ((1, 4, 64), (8, 4, 64), (1, 16, 128)),
-    "cuda": ((1, 96, 128), (16, 96, 128)),
-}
+SHAPES = ((4, 512, 4, 64), (1, 2048, 8, 64), (2, 512, 2, 128))  # B, T, H, d
+DECODE_SHAPES = ((1, 4, 64), (8, 4, 64), (1, 16, 128))  # B, H, d
+
+DEVICES = ("cpu", "cuda")
 
 CaseList = Callable[[str], Iterator[Measurable]]
 OPS: dict[str, CaseList] = {}
@@ -81,8 +77,8 @@ def run(
     unknown = [op for op in chosen if op not in OPS]
     if unknown:
         raise ConfigError(f"no benchmark of {unknown[0]!r}; known: {', '.join(OPS)}")
-    if device not in SHAPES:
-        raise ConfigError(f"device {device!r}; allowed: {', '.join(SHAPES)}")
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r}; allowed: {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' asked for, but torch sees no CUDA device; use 'cpu'")
     cases = (case for op in chosen for case in OPS[op](device))
@@ -124,14 +120,14 @@ def _plain_chunks(**arguments: Any) -> Any:
 
 @register("kda")
 def kda_cases(device: str) -> Iterator[Case]:
-    """KDA over whole sequences: against the token loop, and against the chunked form in plain torch."""
+    """KDA over whole sequences: against the token loop, and against the chunked form in plain torch; CPU only."""
+    if device != "cpu":
+        return
     peers = {"": ("token loop in plain torch", recurrent_kda_reference)}
     peers["_vs_chunked"] = ("chunked form in plain torch", _plain_chunks)
     for suffix, (peer_name, peer) in peers.items():
         for kind, timed in (("fwd", _kda_forward), ("fwdbwd", _kda_training)):
-            for batch, length, heads, dim in SHAPES[device]:
-                if device == "cuda" and not suffix:
-                    continue  # a token loop of thousands of launches measures the launches
+            for batch, length, heads, dim in SHAPES:
                 rows = batch * length * heads
                 forward_flops = rows * (6 * dim * dim + 6 * CHUNK * dim)
                 backward_flops = rows * (16 * dim * dim + 22 * CHUNK * dim)
@@ -158,8 +154,10 @@ def kda_cases(device: str) -> Iterator[Case]:
 
 @register("kda_decode")
 def kda_decode_cases(device: str) -> Iterator[Case]:
-    """One token of a KDA mixer with its convolution, norms and gates, against the same in plain torch."""
-    for batch, heads, dim in DECODE_SHAPES[device]:
+    """One token of a KDA mixer with its convolution, norms and gates, against the same in plain torch; CPU only."""
+    if device != "cpu":
+        return
+    for batch, heads, dim in DECODE_SHAPES:
         channels, taps = 3 * heads * dim, 4
 
         def make(
