@@ -1,6 +1,7 @@
 """Sandboxes for tests: the drivers whose probe passes, in a folder of the test's own; skipped with the probe's reason otherwise.
 
-A file is run with every driver, or with those that its `TESTED_DRIVERS` names where it is about something that they share.
+A file is run with every driver but docker, or with those that its `TESTED_DRIVERS` names where it is about something that they share.
+What a container can do depends on its image: `test_sandbox_docker.py` has its tests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SMALL = Limits(memory_bytes=256 << 20, disk_bytes=32 << 20, processes=48, output
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "driver" in metafunc.fixturenames:
-        names = getattr(metafunc.module, "TESTED_DRIVERS", tuple(DRIVERS))
+        names = getattr(metafunc.module, "TESTED_DRIVERS", tuple(name for name in DRIVERS if name != "docker"))
         metafunc.parametrize("driver", [name for name in names if name in DRIVERS], indirect=True)
 
 
