@@ -10,6 +10,7 @@ from kda_cases import IN_KERNEL, assert_close, outputs_and_gradients, raw_inputs
 from torch import Tensor
 
 from perilune.ops.choice import force
+from perilune.ops.cuda import Kernel, emulated, emulator
 from perilune.ops.kda import chunk_kda, chunk_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
@@ -61,6 +62,30 @@ def test_gradients_of_any_size_keep_their_precision(size: float) -> None:
 
     for name, got, expected in zip(inputs, gradients(size), gradients(1.0)):
         assert relative_error(got.double() / size, expected.double()) < 1e-4, name
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_the_cuda_kernels_take_their_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 through the whole function: the CUDA kernels emulated, the serial ones interpreted."""
+    launched: list[str] = []
+    launch_kernel = Kernel.launch
+    monkeypatch.setattr(
+        Kernel, "launch", lambda self, *args: (launched.append(self.entry), launch_kernel(self, *args))[1]
+    )
+    inputs = raw_inputs(1, 100, 1, 2, 64, 64)
+    inputs = {n: x.bfloat16().double() if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}
+
+    def mixed(**leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+        low = {n: x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x for n, x in leaves.items() if n in inputs}
+        with emulated():
+            return chunk_kda(**low, **{n: x for n, x in leaves.items() if n not in inputs})
+
+    with emulated():
+        got = outputs_and_gradients(mixed, inputs, torch.float32, **BOUNDED)
+    truth = reference(inputs, **BOUNDED)
+    assert {"prepare", "backward"} <= set(launched)
+    for name in truth:
+        assert relative_error(got[name].double(), truth[name]) < 3e-2, name
 
 
 def test_gradients_with_two_value_heads_a_key_head_and_two_rows() -> None:
