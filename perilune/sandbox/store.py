@@ -410,18 +410,28 @@ class Store:
         """Read everything; one line for each snapshot or blob that is not whole. Empty = the store is sound."""
         found, checked = [], set()
         for name in self.snapshots():
+            wrong, blobs = self._problems(name, checked)
+            # Another process may have deleted it meanwhile, and what it needed.
+            if self.snapshot_path(name).exists():
+                found += wrong
+                checked |= blobs
+        return found
+
+    def _problems(self, name: str, checked: set[str]) -> tuple[list[str], set[str]]:
+        """What is wrong with a snapshot, and the blobs that were found whole; those in `checked` are not read again."""
+        found: list[str] = []
+        whole: set[str] = set()
+        try:
+            needs = self._needs(self.snapshot(name))
+        except SandboxError as error:
+            return [f"{name}: {error}"], whole
+        for blob in sorted(needs - checked):
             try:
-                needs = self._needs(self.snapshot(name))
+                self.read(blob)
+                whole.add(blob)
             except SandboxError as error:
                 found.append(f"{name}: {error}")
-                continue
-            for blob in sorted(needs - checked):
-                try:
-                    self.read(blob)
-                    checked.add(blob)
-                except SandboxError as error:
-                    found.append(f"{name}: {error}")
-        return found
+        return found, whole
 
 
 def is_named(name: str, data: bytes) -> bool:
