@@ -1,7 +1,7 @@
 """perilune: the Kimi K3 system as one Python package.
 
-`perilune.load("runs/demo")` gives a model, its tokenizer and its config; `perilune.Model`, `perilune.Trainer` and
-`perilune.presets` are what scripts start from. They are imported when first used, so `import perilune` stays light.
+`perilune.load("runs/demo")` gives a model, its tokenizer and its config; `perilune.LLM("runs/demo")` answers prompts and
+conversations in batches; `perilune.Model`, `perilune.Trainer` and `perilune.presets` are what scripts start from. They are imported when first used, so `import perilune` stays light.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "LLM": ("perilune.serve.llm", "LLM"),
     "Model": ("perilune.model", "Transformer"),
     "Trainer": ("perilune.train.trainer", "Trainer"),
     "load": ("perilune.loading", "load_run"),

@@ -11,11 +11,13 @@ import perilune
 def test_names_lead_to_the_real_things():
     from perilune.loading import load_run
     from perilune.model import Transformer
+    from perilune.serve.llm import LLM
     from perilune.train.trainer import Trainer
 
     assert perilune.Model is Transformer and perilune.Trainer is Trainer and perilune.load is load_run
+    assert perilune.LLM is LLM
     assert perilune.presets.nano().hidden_size == 128
-    with pytest.raises(AttributeError, match="public names: Model"):
+    with pytest.raises(AttributeError, match="public names: LLM, Model"):
         _ = perilune.Modle
 
 
