@@ -223,6 +223,7 @@ def metrics(core: EngineCore) -> EngineMetrics:
             checkpoints_evicted_total=counters.checkpoints_evicted,
             scheduler_seconds_total=totals.scheduler_seconds,
             step_seconds_total=totals.step_seconds,
+            tiers=core.tiers.metrics() if core.tiers is not None else {},
         )
 
     return core.call(look)

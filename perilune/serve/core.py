@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +28,12 @@ from perilune.serve.runner import ModelRunner
 from perilune.serve.runner.runner import Scores
 from perilune.serve.sampling import Drawn, draw_rows, token_logprobs
 from perilune.serve.schedule import Plan, Scheduler, Sequence
+from perilune.serve.schedule.sequence import ENDED
+from perilune.serve.tiers import Tiers
 
 Result = TypeVar("Result")
 EVENTS = 4096  # admissions that are remembered
+LEASE_SECONDS = 3600.0  # that a session's prefixes are kept longer than others behind the pool
 IDLE_SECONDS = 0.002  # until a step is planned anew when nothing could be computed
 
 
@@ -58,14 +62,17 @@ class EngineCore:
         cache: of the scheduler.
         scheduler: plans.
         runner: executes.
+        tiers: memory behind the pool; None = there is none.
 
     Attributes:
         totals: see `Totals`.
         jobs: that have not ended.
     """
 
-    def __init__(self, cache: HybridCache, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self.cache, self.scheduler, self.runner = cache, scheduler, runner
+    def __init__(
+        self, cache: HybridCache, scheduler: Scheduler, runner: ModelRunner, tiers: Tiers | None = None
+    ) -> None:
+        self.cache, self.scheduler, self.runner, self.tiers = cache, scheduler, runner, tiers
         self.totals = Totals()
         self.jobs: dict[int, LocalJob] = {}
         self.events: deque[CacheEvent] = deque(maxlen=EVENTS)
@@ -168,6 +175,8 @@ class EngineCore:
             job.end(ended)
         if error is not None:
             raise error
+        if self.tiers is not None:
+            self.tiers.close()
 
     def _take_commands(self, wait: float | None) -> None:
         """Run all commands that are there; with none, wait for one for so many seconds (None = as long as it takes)."""
@@ -187,7 +196,17 @@ class EngineCore:
         for sequence in job.sequences:
             self._job_of[sequence.name] = job
         for sequence in job.prompts:
+            if self.tiers is None:
+                self.scheduler.add(sequence)
+            else:
+                self.tiers.prefetch(sequence.chain, partial(self._queue, job, sequence), self._inbox.put)
+
+    def _queue(self, job: LocalJob, sequence: Sequence) -> None:
+        """What a sequence can skip is in the pool, as far as it can be."""
+        if sequence.state != ENDED:
             self.scheduler.add(sequence)
+            if self.tiers is not None and job.service.session_id:
+                self.tiers.lease(job.service.session_id, sequence.chain, LEASE_SECONDS)
 
     def _abort(self, job: LocalJob) -> None:
         if id(job) in self.jobs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import re
 import weakref
@@ -34,6 +35,7 @@ from perilune.serve.sampling import SamplingRow
 from perilune.serve.schedule import Scheduler
 from perilune.serve.schedule import Sequence as Scheduled
 from perilune.serve.settings import EngineSettings
+from perilune.serve.tiers import DiskTier, Tiers
 from perilune.serve.worker import JobLoop
 from perilune.tokenizer import Tokenizer
 from perilune.tokenizer.xtml import render
@@ -81,7 +83,17 @@ class LocalEngine:
         cache = HybridCache(geometry, pages, Retention.parse(self.settings.retention), self.settings.eviction)
         pool = PagePool(model.cfg, geometry, pages, model.compute_dtype, model.device)
         runner = ModelRunner(model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic)
-        self.core = EngineCore(cache, Scheduler(cache, self.settings.limits(geometry, context_length)), runner)
+        self._identity = name
+        tiers = None
+        if self.settings.host_bytes or self.settings.disk is not None:
+            sizes = (geometry.page_bytes, geometry.groups * geometry.page_bytes)
+            disk = None
+            if self.settings.disk is not None:  # it may have been written by other weights of the same name
+                self._identity = f"{name} {fingerprint(model)}"
+                disk = DiskTier(self.settings.disk, self.settings.disk_bytes, *sizes)
+            tiers = Tiers(cache, pool, self.settings.host_bytes, disk)
+        scheduler = Scheduler(cache, self.settings.limits(geometry, context_length))
+        self.core = EngineCore(cache, scheduler, runner, tiers)
         self.admin = Administration(self.core, self.root_key)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
         self._names = itertools.count()
@@ -110,7 +122,7 @@ class LocalEngine:
         """What a cached state depends on besides tokens and images."""
         model = self.core.runner.model
         numerics = f"{model.compute_dtype} {model.device.type}"
-        return RootKey(model=self.name, weights=self.admin.weights_number, numerics=numerics, salt=salt)
+        return RootKey(model=self._identity, weights=self.admin.weights_number, numerics=numerics, salt=salt)
 
     # ---- requests
 
@@ -295,6 +307,15 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The parts of a message's content that are tables; the renderer complains about others."""
     content = message.get("content")
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+
+
+def fingerprint(model: Transformer) -> str:
+    """A name that the model's weights decide: a hash of all their bytes."""
+    hasher = hashlib.sha256()
+    for key, tensor in model.state_dict().items():
+        hasher.update(f"{key} {tensor.dtype} {list(tensor.shape)} ".encode())
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from perilune.errors import ConfigError
 from perilune.serve.cache import CacheGeometry, Retention
@@ -26,6 +27,9 @@ class EngineSettings:
         step_tokens: most tokens of a step; a short request waits for a whole step when it arrives.
         chunk: most tokens of one prompt in a step.
         classes: budgets by prompt length; None = three for the context, () = none: one queue for all.
+        host_bytes: memory of the host behind the pool; 0 = what the pool evicts is lost.
+        disk: folder behind that; None = nothing. It outlives the process.
+        disk_bytes: most bytes in it.
         deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
             long as a hash unit, decoding goes in groups of eight, and answers are not cached, only prompts.
 
@@ -42,12 +46,17 @@ class EngineSettings:
     step_tokens: int = 512
     chunk: int = 512
     classes: tuple[ServiceClass, ...] | None = None
+    host_bytes: int = 0
+    disk: Path | None = None
+    disk_bytes: int = 2**34
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         Retention.parse(self.retention)
-        if self.cache_bytes is not None and self.cache_bytes < 0:
-            raise ConfigError(f"cache_bytes={self.cache_bytes} must not be negative")
+        for name in ("cache_bytes", "host_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} must not be negative")
         if self.unit is not None and self.unit < 1:
             raise ConfigError(f"unit={self.unit} must be at least 1")
 

@@ -44,6 +44,8 @@ class CacheStore:
 
     Attributes:
         on_event: called with each change, or None.
+        on_evict: called with a node whose checkpoint is about to be evicted, while its pages and those of its prefix are
+            still what they were; or None.
         checkpoints: the node of each checkpoint, by the checkpoint's first page.
     """
 
@@ -56,6 +58,7 @@ class CacheStore:
         self.losses = Losses()
         self.checkpoints: dict[int, Node] = {}
         self.on_event: Callable[[CacheEvent], None] | None = None
+        self.on_evict: Callable[[Node], None] | None = None
 
     # ---- holding
 
@@ -151,6 +154,8 @@ class CacheStore:
     def _evict_checkpoint(self, node: Node) -> None:
         checkpoint = node.checkpoint
         assert checkpoint is not None, "the queue names checkpoints that exist"
+        if self.on_evict is not None:
+            self.on_evict(node)
         self.counters.checkpoints_evicted[checkpoint.reason] += 1
         self.counters.checkpoints_unused += not checkpoint.hits
         self.lose_checkpoint(node, "evicted")

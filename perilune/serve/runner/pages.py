@@ -118,10 +118,12 @@ class PagePool:
         """Copy whole pages."""
         self.bytes_PR[list(targets)] = self.bytes_PR[list(sources)]
 
-    def read(self, pages: Sequence[int]) -> Tensor:
-        """The bytes of pages, copied to the host: uint8 `[n, page_bytes]`."""
-        return self.bytes_PR[list(pages)].cpu()
+    def read_bytes(self, pages: Sequence[int]) -> list[bytes]:
+        """Contents of pages."""
+        return [page.numpy().tobytes() for page in self.bytes_PR[list(pages)].cpu()] if pages else []
 
-    def write(self, pages: Sequence[int], content: Tensor) -> None:
-        """Put bytes that `read` gave into pages."""
-        self.bytes_PR[list(pages)] = content.to(self.bytes_PR.device)
+    def write_bytes(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put what `read_bytes` gave into pages."""
+        for page, content in zip(pages, contents, strict=True):
+            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            self.bytes_PR[page].copy_(source)

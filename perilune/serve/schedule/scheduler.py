@@ -77,7 +77,7 @@ class Scheduler:
         self._waiting = [0] * len(limits.classes)
         self._slots = [0] * len(limits.classes)
         self._arrivals = 0
-        self._overtaken: dict[str, int] = {}
+        self._overtaken: dict[str, tuple[Sequence, int]] = {}  # those that found no pages, and by how many
         self._under_way: deque[Plan] = deque()
         self._planned: set[str] = set()  # sequences that get tokens in the step that is being planned
 
@@ -305,23 +305,23 @@ class Scheduler:
         sequence = self._head(kind)
         if sequence is None:
             return None
-        blocked = next((name for name, count in self._overtaken.items() if count >= PATIENCE), None)
-        if blocked is not None and blocked != sequence.name:
-            return None
+        for other, count in self._overtaken.values():
+            if count >= PATIENCE and _importance(other) < _importance(sequence):
+                return None
         while (free := self._free_slots(kind)) < 1 or (admission := self._ask(sequence)) is None:
             if sequence.state != WAITING:  # the pool can never hold it
                 return self._admit(kind)
             victim = self._outranked(sequence)
             if victim is None:
                 if free > 0:  # it lacks pages; that others keep the slots of their class is not to be held against them
-                    self._overtaken.setdefault(sequence.name, 0)
+                    self._overtaken.setdefault(sequence.name, (sequence, 0))
                 return None
             self.preempt(victim)
         heapq.heappop(self._queues[kind])
         self._waiting[kind] -= 1
         self._overtaken.pop(sequence.name, None)
-        for name in self._overtaken:
-            self._overtaken[name] += 1
+        for name, (other, count) in self._overtaken.items():
+            self._overtaken[name] = other, count + 1
         sequence.state = RUNNING
         sequence.scheduled = sequence.computed = admission.resume
         if sequence.resume is None:

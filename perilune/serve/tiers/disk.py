@@ -1,0 +1,162 @@
+"""A folder as a tier: one file a page of tokens and one a prefix's states, each with a checksum, each written as a whole.
+
+A file is written under another name, synced, and renamed, so a crash leaves whole files only; what is damaged all the same
+fails its checksum, is removed, and counts as not there. A folder outlives the process: digests name the model, its weights
+and the formats, so that another model finds nothing in it that it could take for its own.
+
+    line 1   "perilune tier 1"
+    line 2   {"sha256": of the rest, "depth": …, "pages": [names]}     the last two in files of states only
+    rest     the bytes of the pages
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from time import time
+from typing import Any
+
+from perilune.errors import ConfigError
+from perilune.serve.tiers.index import Prefix, TierIndex
+
+MAGIC = b"perilune tier 1\n"
+PAGE, STATE, PART = ".tokens", ".state", ".part"
+
+
+class DiskTier:
+    """Prefixes in a folder; used by one process at a time, from any of its threads.
+
+    Args:
+        folder: made if it is not there. Prefixes that it holds are there again.
+        limit: most bytes of all files, without their headers.
+        page_bytes, state_bytes: as of `HostTier`.
+
+    Attributes:
+        damaged: files that failed their checksum.
+
+    Raises:
+        ConfigError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, limit: int, page_bytes: int, state_bytes: int) -> None:
+        self.folder, self.damaged = folder, 0
+        self._page_bytes, self._state_bytes = page_bytes, state_bytes
+        self.index = TierIndex(limit, page_bytes, state_bytes)
+        self._lock = threading.RLock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._find()
+        except OSError as error:
+            raise ConfigError(f"the cache folder {folder} cannot be used: {error.strerror}") from None
+
+    def _find(self) -> None:
+        """Read what an earlier process left: whole prefixes are entered, everything else goes."""
+        for part in self.folder.glob(f"*{PART}"):
+            part.unlink(missing_ok=True)
+        pages = {bytes.fromhex(path.stem) for path in self.folder.glob(f"*{PAGE}")}
+        states = sorted(self.folder.glob(f"*{STATE}"), key=lambda path: path.stat().st_mtime)
+        for path in states:
+            header = _header(path)
+            names = tuple(bytes.fromhex(name) for name in header["pages"]) if header else ()
+            if header is None or not pages.issuperset(names):
+                path.unlink(missing_ok=True)
+                continue
+            self.index.add(Prefix(bytes.fromhex(path.stem), header["depth"], names))
+        for name in pages:
+            if not self.index.has_page(name):
+                self._path(name, PAGE).unlink(missing_ok=True)
+        self._make_room()
+
+    def put(self, prefix: Prefix, pages: Mapping[bytes, bytes], state: bytes) -> None:
+        """Write a prefix; `pages` holds at least those that are not here. A disk without room drops it."""
+        with self._lock:
+            if prefix.digest in self.index or not self.index.fits(prefix):
+                return
+            try:
+                for name in prefix.pages:
+                    if not self.index.has_page(name):
+                        self._write(name, PAGE, pages[name], {})
+                about = {"depth": prefix.depth, "pages": [name.hex() for name in prefix.pages]}
+                self._write(prefix.digest, STATE, state, about)
+            except OSError:  # what was written is found to belong to nothing at the next start
+                return
+            self.index.add(prefix)
+            self._make_room()
+
+    def get(self, prefix: Prefix) -> tuple[list[bytes], bytes] | None:
+        """Contents of a prefix, or None if it is not here as it was written."""
+        with self._lock:
+            if prefix.digest not in self.index:
+                return None
+            state = self._read(prefix.digest, STATE, self._state_bytes)
+            pages = [self._read(name, PAGE, self._page_bytes) for name in prefix.pages]
+            whole = [page for page in pages if page is not None]
+            if state is None or len(whole) < len(pages):
+                self.damaged += 1
+                self._drop(prefix.digest)
+                return None
+            with contextlib.suppress(OSError):
+                os.utime(self._path(prefix.digest, STATE))
+            return whole, state
+
+    def deepest(self, digests, above: int, up_to: int) -> Prefix | None:
+        """See `TierIndex.deepest`."""
+        with self._lock:
+            return self.index.deepest(digests, above, up_to)
+
+    def lease(self, session: str, digests, seconds: float) -> None:
+        """See `TierIndex.lease`."""
+        with self._lock:
+            self.index.lease(session, digests, time() + seconds, time())
+
+    def _make_room(self) -> None:
+        while (last := self.index.crowd(time())) is not None:
+            self._drop(last.digest)
+
+    def _drop(self, digest: bytes) -> None:
+        # The states go first: pages without them belong to nothing, states without pages would be half a prefix.
+        self._path(digest, STATE).unlink(missing_ok=True)
+        for name in self.index.drop(digest):
+            self._path(name, PAGE).unlink(missing_ok=True)
+
+    def _path(self, name: bytes, kind: str) -> Path:
+        return self.folder / (name.hex() + kind)
+
+    def _write(self, name: bytes, kind: str, content: bytes, about: dict[str, Any]) -> None:
+        path = self._path(name, kind)
+        part = path.with_name(path.name + PART)
+        header = json.dumps({"sha256": hashlib.sha256(content).hexdigest()} | about)
+        with part.open("wb") as file:
+            file.write(MAGIC + header.encode() + b"\n")
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    def _read(self, name: bytes, kind: str, size: int) -> bytes | None:
+        path = self._path(name, kind)
+        header = _header(path)
+        if header is None:
+            return None
+        try:
+            content = path.read_bytes()[-size:] if size else b""
+        except OSError:
+            return None
+        return content if hashlib.sha256(content).hexdigest() == header["sha256"] else None
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """The second line of a file, or None if the file is none of ours."""
+    try:
+        with path.open("rb") as file:
+            if file.readline() != MAGIC:
+                return None
+            header = json.loads(file.readline())
+    except (OSError, ValueError):
+        return None
+    return header if isinstance(header, dict) and "sha256" in header else None
