@@ -80,6 +80,7 @@ def main(plan: ServerPlan) -> None:
 
     from perilune.config.presets import preset
     from perilune.model import Transformer, init_weights
+    from perilune.model.cast import compute_in
     from perilune.serve.api import Endpoint, Limits, serve
     from perilune.serve.local_engine import LocalEngine
     from perilune.serve.settings import EngineSettings
@@ -88,7 +89,7 @@ def main(plan: ServerPlan) -> None:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     model = init_weights(Transformer(preset(plan.preset)).to(plan.device), 0)
-    model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype]
+    compute_in(model.eval(), {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype])
     settings = EngineSettings(**dict(plan.settings))
     engine = LocalEngine(model, ByteTokenizer(), name=plan.preset, context_length=plan.context, settings=settings)
 
