@@ -2,7 +2,8 @@
 
 The experts' peer is torch's own chain: rows sorted by expert, `torch._grouped_mm` for each product, SiTU-GLU as a kernel of
 its own (ours, which is kinder to the peer than a dozen element-wise ones), `index_add` into the tokens in float32. It
-keeps what autograd keeps; with `_recompute` it saves as little as ours does. The router's peer is sigmoid, `torch.topk`
+keeps what autograd keeps; with `_recompute` it saves as little as ours does; in `_fp32_weights` both round master weights
+to bf16 for the products, as training does. The router's peer is sigmoid, `torch.topk`
 and gather, with the counts that the balancer needs; the histogram's is `torch.bincount`.
 
 K3's shape is that of one GPU of an expert-parallel group: 56 of the 896 experts, 512 rows each.
@@ -58,6 +59,10 @@ def _recomputed(*args: Tensor) -> Tensor:
     return checkpoint(grouped_mm_chain, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def _rounded(z: Tensor, index: Tensor, weight: Tensor, *matrices: Tensor) -> Tensor:
+    return grouped_mm_chain(z, index, weight, *(w.to(z.dtype) for w in matrices))
+
+
 def forward(function: Callable[..., Tensor], args: Sequence[Tensor]) -> Callable[[], Tensor]:
     """A call without gradients."""
 
@@ -94,10 +99,13 @@ def expert_cases(name: str) -> Iterator[GraphCase]:
         ("fwd", forward, grouped_mm_chain, 3, 1),
         ("fwdbwd", both, grouped_mm_chain, 9, 3),
         ("fwdbwd_recompute", both, _recomputed, 9, 3),
+        ("fwdbwd_fp32_weights", both, _rounded, 9, 10),  # what a copy in bf16 and gradients in fp32 add
     ):
 
         def calls(wrap: Callable = wrap, theirs: Callable = theirs) -> tuple[Calls, Calls]:
             args = expert_operands(*EXPERTS[name])
+            if theirs is _rounded:
+                args[3:] = [w.float() for w in args[3:]]
             return [wrap(routed_experts, args)], [wrap(theirs, args)]
 
         yield GraphCase(
