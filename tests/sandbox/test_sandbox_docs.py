@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from perilune.sandbox.fleet import Fleet, FleetSandbox
 
 TESTED_DRIVERS = ("proc",)
 
@@ -28,12 +32,54 @@ def with_python(driver):
 
 def test_the_pages_python_runs(with_python, home, monkeypatch, capsys):
     monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
-    first, second = blocks("python")
+    local = [block for block in blocks("python") if "Remote" not in block and "Fleet" not in block]
     names: dict = {}
-    exec(first, names)
+    exec(local[0], names)
     assert capsys.readouterr().out == "0 b'2\\n' False False\n" * 2
-    exec(second, names)
+    exec(local[1], names)
+    assert capsys.readouterr().out == "({'tries': 1}, 8, 7)\n"
+    exec(local[2], names)
     assert names["log"].steps() == [0]
+
+
+def test_the_pages_service_runs(with_python, home, monkeypatch, capsys):
+    pytest.importorskip("starlette", reason="the extra 'serve' is not installed")
+    commands, curl = blocks("sh")
+    lines = [line for line in commands.splitlines() if not line.startswith("export")]
+    assert lines[0] == "perilune sandbox serve --port 8010 &"
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    monkeypatch.setenv("PERILUNE_SANDBOX_KEY", "choose-one")
+    serve = [sys.executable, "-m", "perilune", "sandbox", "serve", "--port", "0", "--json"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stdout is not None
+            monkeypatch.setenv("PERILUNE_SANDBOX_URL", json.loads(service.stdout.readline())["url"])
+            said = {}
+            for line in lines[1:]:
+                done = subprocess.run(
+                    [sys.executable, "-m", *shlex.split(line)], capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0, (line, done.stderr)
+                said[line] = done.stdout
+            assert said["perilune sandbox resume job -- cat /workspace/n"] == "1\n"
+            assert "job" in said["perilune sandbox ps"]
+            exec(next(block for block in blocks("python") if "Remote" in block), {})
+            assert capsys.readouterr().out == "b'got it\\n'\n"
+            if shutil.which("curl"):
+                done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=120)
+                assert json.loads(done.stdout)["state"] == "running", done
+        finally:
+            service.terminate()
+            assert service.wait(60) == 0
+
+
+def test_the_pages_fleet_names_what_there_is():
+    block = next(block for block in blocks("python") if "Fleet" in block)
+    assert "Fleet(address=" in block
+    calls = {*re.findall(r"(?:fleet|box)\.(\w+)\(", block)}
+    assert calls == {"create", "checkpoint", "resume"} and all(
+        hasattr(Fleet, name) or hasattr(FleetSandbox, name) for name in calls
+    )
 
 
 def test_the_pages_commands_run(with_python, home):
@@ -51,7 +97,7 @@ def test_the_pages_commands_run(with_python, home):
             env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
         )  # fmt: skip
         assert done.returncode == 0, (line, done.stderr)
-        if words[2] in ("resume", "fork"):
+        if words[2] in ("resume", "fork") or words[3:5] == ["task-18", "--"] and words[5] == "cat":
             said.append(done.stdout)
             assert not comment or comment.strip().replace(", ", "\n") == done.stdout.strip()
-    assert said == ["1\n", "candidate-1\ncandidate-2\n", "2\n", "solution.py\n"]
+    assert said == ["1\n", "candidate-1\ncandidate-2\n", "2\n", "solution.py\n", "1\n"]

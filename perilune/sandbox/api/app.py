@@ -71,7 +71,7 @@ class Permissions:
     """What of the host clients may ask for; nothing of it unless the operator says so.
 
     Attributes:
-        images: folders (root file systems, or folders of them) that a sandbox may start from.
+        images: folders (root file systems, or folders of them) that a sandbox may start from; names of images, for docker.
         trees: host folders that a guest may see, with all below them.
         networks: network policies.
     """
@@ -80,9 +80,15 @@ class Permissions:
     trees: tuple[str, ...] = ()
     networks: tuple[str, ...] = ("none",)
 
-    def check(self, spec: Spec) -> None:
+    def check(self, spec: Spec, driver: str) -> None:
         """Raise ConfigError for a wish that is not allowed."""
-        if "/" in spec.template and not _inside(spec.template, self.images):
+        # Without a slash it is one of the driver's own, such as a machine's "python"; docker's are everything that its engine has.
+        own = spec.template == "host" or ("/" not in spec.template and driver != "docker")
+        if (
+            not own
+            and spec.template not in self.images
+            and not (driver != "docker" and _inside(spec.template, self.images))
+        ):
             raise ConfigError(
                 f"image {spec.template!r} may not be used here; allowed are: {', '.join(self.images) or 'none'}"
             )
@@ -189,8 +195,8 @@ class Service:
             made = await self.call(self.pool.resume_snapshot, asked.snapshot, name=asked.name, **times)
         else:
             spec = from_dict(Spec, asked.spec or {})
-            self.permissions.check(spec)
             driver = asked.driver or "proc"
+            self.permissions.check(spec, driver)
             made = await self.call(self.pool.create, spec, driver=driver, name=asked.name, **times)
         return json_response(self.describe(made), 201)
 
