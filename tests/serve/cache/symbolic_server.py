@@ -15,6 +15,7 @@ from symbolic_engine import SHAPE, Mismatch, SymbolicEngine
 from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain
 from perilune.serve.cache.lease import Pin
 from perilune.serve.schedule import Limits, Plan, Scheduler, Sequence, ServiceClass
+from perilune.serve.tiers import Tiers
 
 WORDS = 3
 LONGEST = 66
@@ -31,6 +32,22 @@ def truth(tokens, version: int) -> list[int]:
     for token in tokens:
         states.append(hash((states[-1], token, version)))
     return states
+
+
+class SymbolicPages:
+    """Bytes for cells: each content that was ever read has a number."""
+
+    def __init__(self, memory: SymbolicEngine) -> None:
+        self._memory, self._contents = memory, []
+
+    def read_bytes(self, pages) -> list[bytes]:
+        self._contents += [list(self._memory.memory[page]) for page in pages]
+        first = len(self._contents) - len(pages)
+        return [number.to_bytes(SHAPE.page_bytes) for number in range(first, len(self._contents))]
+
+    def write_bytes(self, pages, contents) -> None:
+        for page, content in zip(pages, contents, strict=True):
+            self._memory.memory[page] = list(self._contents[int.from_bytes(content)])
 
 
 class SymbolicServer:
@@ -50,6 +67,7 @@ class SymbolicServer:
         limits = Limits(sequences=self.random.choice((2, 5, 8)), step_tokens=20, chunk=14, grid=grid, classes=CLASSES)
         self.scheduler = Scheduler(self.cache, limits)
         self.memory = SymbolicEngine(pages)
+        self.tiers = Tiers(self.cache, SymbolicPages(self.memory), self.random.choice((0, 6000, 40000)))
         self.under_way: deque[tuple[Plan, int]] = deque()
         self.alive: dict[str, Sequence] = {}
         self.wanted: dict[str, int] = {}
@@ -87,7 +105,9 @@ class SymbolicServer:
         for _ in range(self.random.choice((0, 0, 0, 1, 2))):
             sequence.followers.append(self._new(ids, priority))
             self.seen["follower"] += 1
-        self.scheduler.add(sequence)
+        hits = self.tiers.counts.host_hits
+        self.tiers.prefetch(sequence.chain, lambda: self.scheduler.add(sequence), post=None)
+        self.seen["host hit"] += self.tiers.counts.host_hits - hits
 
     def abort(self) -> None:
         """Somebody leaves: while waiting, running, or with a step under way."""

@@ -9,10 +9,11 @@ from cache_faults import FAULTS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from symbolic_server import SymbolicServer
+from symbolic_server import SymbolicPages, SymbolicServer
 
 from perilune.serve.cache import HybridCache
 from perilune.serve.schedule import Scheduler, Sequence
+from perilune.serve.tiers import Tiers
 
 # Pools from roomy to hardly larger than one request; several policies; with and without a grid.
 SETTINGS = (
@@ -25,7 +26,7 @@ SETTINGS = (
 )
 MUST_HAPPEN = (
     "hit", "complete", "follower", "preempted", "preempted for a page", "mixed step", "overlapping steps", "failed", "pin",
-    "transfer", "new weights", "aborted under way", "aborted waiting", "aborted running", "nothing to plan",
+    "transfer", "written back", "host hit", "new weights", "aborted under way", "aborted waiting", "aborted running", "nothing to plan",
 )  # fmt: skip
 
 
@@ -39,6 +40,7 @@ def drive(seed: int, operations: int, setting: tuple[str, int, str, int]) -> Cou
         if number % 900 == 899:
             server.new_weights()
     server.drain()
+    server.seen["written back"] = server.tiers.counts.written_back
     return server.seen
 
 
@@ -155,6 +157,46 @@ def draw_early(patch):
     patch.setattr(Scheduler, "_extend", extend)
 
 
+def restore_other_pages(patch):
+    """As if all pages of a prefix were missing in the pool, whatever is there already."""
+    real = SymbolicPages.write_bytes
+
+    def write(self, pages, contents):
+        real(self, pages, list(contents[:1]) * len(pages))
+
+    patch.setattr(SymbolicPages, "write_bytes", write)
+
+
+def write_back_late(patch):
+    """When the pages belong to somebody else already."""
+    real, waiting = Tiers._write_back, []
+
+    def later(self, node):
+        if waiting:
+            waiting.pop()()
+        checkpoint = node.checkpoint
+
+        def write():
+            if node.checkpoint is None:
+                node.checkpoint = checkpoint
+                real(self, node)
+                node.checkpoint = None
+
+        waiting.append(write)
+
+    patch.setattr(Tiers, "_write_back", later)
+
+
+def bring_back_half(patch):
+    """The tokens of a prefix without its states."""
+    real = SymbolicPages.write_bytes
+    patch.setattr(
+        SymbolicPages,
+        "write_bytes",
+        lambda self, pages, contents: real(self, pages[:-1], list(contents)[: len(pages) - 1]),
+    )
+
+
 OF_THE_CACHE = (
     "resume at token depth", "no copy-on-write", "no zeroing", "publish at schedule", "free before fence",
     "first node's page", "restore in place", "siblings survive", "failed steps published", "checkpoint overwritten",
@@ -167,6 +209,9 @@ OF_THE_SCHEDULER = {
     "busy ones preempted": preempt_those_under_way,
     "budget ignored": ignore_the_budget,
     "drawn too early": draw_early,
+    "other pages brought back": restore_other_pages,
+    "written back too late": write_back_late,
+    "half a prefix brought back": bring_back_half,
 }
 ALL = {name: FAULTS[name] for name in OF_THE_CACHE} | OF_THE_SCHEDULER
 
