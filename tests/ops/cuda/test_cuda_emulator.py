@@ -175,19 +175,29 @@ def test_barriers_of_some_threads(folder: Path) -> None:
     assert torch.equal(y, torch.arange(64.0).flip(0))
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("if (i < 32) sync_threads();", "never reach"),
-        ("if (i % 32) sync_warp();", "never come"),
-        ("if (i % 2) sync_warp(); else shuffle(1.0f, 0);", "its warp met"),
-        ("if (i == 5) memory[64] = 1;", "beyond shared memory"),
-        ("barrier_sync(3, 48);", "does not exist"),
-    ],
-)
-def test_what_no_kernel_may_do(body: str, message: str, folder: Path) -> None:
-    with pytest.raises(emulator.EmulatorError, match=message):
-        launch(folder, body, torch.zeros(1), threads=64, shared=64)
+FAULTS = {  # what each case does, and how it is reported
+    0: "never reach",  # a barrier for half of the threads
+    1: "never come",  # a warp's instruction without its first lane
+    2: "its warp met",  # two instructions at once
+    3: "beyond shared memory",
+    4: "does not exist",  # a barrier of one and a half warps
+}
+
+
+def test_what_no_kernel_may_do(folder: Path) -> None:
+    for which, message in FAULTS.items():
+        with pytest.raises(emulator.EmulatorError, match=message):
+            launch(
+                folder,
+                """switch (a[0]) {
+                case 0: if (i < 32) sync_threads(); break;
+                case 1: if (i % 32) sync_warp(); break;
+                case 2: if (i % 2) sync_warp(); else shuffle(1.0f, 0); break;
+                case 3: if (i == 5) memory[64] = 1; break;
+                case 4: barrier_sync(3, 48); break;
+                }""",
+                torch.tensor([which], dtype=torch.int32), threads=64, shared=64,
+            )  # fmt: skip
 
 
 def test_wrong_parameters_and_wrong_source(folder: Path) -> None:
