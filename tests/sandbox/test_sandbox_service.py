@@ -282,6 +282,14 @@ def test_what_of_the_host_a_client_may_ask_for(serve, driver, tmp_path):
             remote.create(Spec(trees=(tree,)), driver=driver)
     with pytest.raises(ConfigError, match="may not be used here"):
         remote.create(Spec(template="/"), driver=driver)
+    # Every image of a container engine would be a way to its data: only those that are named.
+    named = api.Permissions(images=("debian:12",))
+    named.check(Spec(template="debian:12"), "docker")
+    named.check(Spec(), "docker")
+    api.Permissions().check(Spec(template="python"), "qemu")
+    for template in ("debian:11", "ghcr.io/x/y", "/"):
+        with pytest.raises(ConfigError, match="may not be used here"):
+            named.check(Spec(template=template), "docker")
     with pytest.raises(ConfigError, match="network 'host' is not allowed here"):
         remote.create(Spec(network="host"), driver=driver)
 
