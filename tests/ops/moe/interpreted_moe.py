@@ -33,6 +33,14 @@ def test_float32(options) -> None:
     check(operands(37, 12, 36, 4, 2), options)
 
 
+@pytest.mark.parametrize("options", [SITU, ("situ", 0.3, None), ("swiglu", 4.0, 25.0)])
+def test_saturated_units(options) -> None:
+    """Far beyond the caps, on either side; a product of size 1000 in float32 moves e^-a by its own rounding, 1e-4."""
+    args = operands(10, 8, 4, 2, 1)
+    args[0] *= 1e3
+    check(args, options, tolerance=1e-4)
+
+
 def test_more_rows_than_a_tile_and_an_expert_without() -> None:
     args = operands(100, 40, 8, 3, 1, favourite=1)
     check(args, SITU)

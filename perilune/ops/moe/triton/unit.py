@@ -71,10 +71,11 @@ def gated_slopes(a, b, beta, linear_beta, FOUR: tl.constexpr, GATE_CAPPED: tl.co
         slope = 4.0 * u * inverse * inverse  # 1 - tanh^2: zero where the cap is reached
     else:
         x = tl.maximum(a, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        opened = _reciprocal(1.0 + tl.exp2(x * -_LOG2E))
+        s = tl.exp2(x * -_LOG2E)
+        opened = _reciprocal(1.0 + s)
         cap, slope = a, tl.full(a.shape, 1.0, tl.float32)
     left = cap * opened
-    by_a = opened * slope + left * (1.0 - opened)
+    by_a = opened * slope + left * (s * opened)  # 1 - sigmoid = s sigmoid, without a difference
     if UP_CAPPED:
         v = _bounded(b * (-2.0 * _LOG2E / linear_beta))
         inverse = _reciprocal(1.0 + v)
