@@ -219,7 +219,8 @@ def test_serve_answers_two_turns_until_it_is_told_to_stop(run, capsys, monkeypat
     assert found[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     first = found[0]["usage"]
     cached = found[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert first["total_tokens"] < cached < found[1]["usage"]["prompt_tokens"]
+    # A hit ends where a unit of the cache does: 64 tokens for a model of this size.
+    assert first["total_tokens"] - 64 < cached < found[1]["usage"]["prompt_tokens"]
     assert json.loads(capsys.readouterr().out)["url"] == found["url"]
 
 

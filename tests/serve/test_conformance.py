@@ -131,7 +131,7 @@ def test_lm_eval_scores_a_local_task(server, tmp_path):
         json={"prompt": prompt + ending, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1},
         timeout=60,
     ).json()
-    scored = LocalCompletionsAPI.parse_logprobs(answer, tokens=[prompt + ending], ctxlens=[len(prompt)])
+    scored = model.parse_logprobs(answer, tokens=[prompt + ending], ctxlens=[len(prompt)])  # pyright: ignore
     logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
     assert scored[0][0] == pytest.approx(sum(logprobs[len(prompt) : -1]))
     assert scored[0][1] in (True, False) and len(logprobs) == len(prompt + ending) + 1
