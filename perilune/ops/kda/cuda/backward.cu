@@ -32,6 +32,7 @@ KERNEL(THREADS, 1) backward(
     SHARED(memory);
     Shared& m = *(Shared*)memory;
     const float shift = -0.5f * LOG2E * lower_bound;
+    m.thread[threadIdx.x] = threadIdx.x;
 
     const auto chunk_of = [&](int program) {
         if (program >= programs) return Chunk{program, 0, 0, 0, 0.0f};
@@ -87,17 +88,15 @@ KERNEL(THREADS, 1) backward(
         sync_threads();
         if (program != blockIdx.x) put_sums(program - gridDim.x);
         factors(m, own, m.dt_bias[turn], chunk.rate, lower_bound, shift, count);
-        sync_rows(here());
-        own.stay_packed();
+        sync_rows(here(m));
         operands(m, own, scale, shift);
-        own.stay_packed();
         copy_wait<0>();
         sync_threads();
 
         // Products that need no factors. The last warp has the fewest: it finds the next chunk.
         if (threadIdx.x == THREADS - 32) m.next = chunk_of(program + gridDim.x);
 #pragma unroll 1
-        for (int i = here().warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
+        for (int i = here(m).warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
             const int rows = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3;
             pairs(
                 m, rows, i - rows * (rows + 1) / 2, shift, scale, beta_scale,
@@ -106,14 +105,14 @@ KERNEL(THREADS, 1) backward(
         }
         through(m);
         float d_q[4][4] = {}, d_k[4][4] = {}, d_G[4][4];
-        through_state(d_q, d_k, m.d_o, m.e, m.s, here());
+        through_state(d_q, d_k, m.d_o, m.e, m.s, here(m));
         sync_threads();
         ask_first(m.next);
 
         // Where q and k read.
         reads(m, d_q, d_k, shift);
         {
-            const Place p = here();
+            const Place p = here(m);
             float along[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -132,7 +131,6 @@ KERNEL(THREADS, 1) backward(
                         along[h] = fmaf(d_q[j][i], q_raw, along[h]);
                     }
             }
-            own.stay_packed();
             put_along(m.along[0], along, p);
             if (L2) sync_rows(p);
             through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
@@ -141,19 +139,18 @@ KERNEL(THREADS, 1) backward(
         }
 
         // Where k writes.
-        own.stay_packed();
         float down[4][4], d_key[4][4] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++) down[j][i] = reciprocal(own.up[j][i]);
-        through_state(d_key, m.u, m.ds, here());
+        through_state(d_key, m.u, m.ds, here(m));
         tail(m, d_key, own, down, shift);
         writes(m, d_key, shift);
         float after[4][2];  // sums of dG over the rows of the block after this thread's
         u32 logits[2][4];
         {
-            const Place p = here();
+            const Place p = here(m);
             float along[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -182,12 +179,11 @@ KERNEL(THREADS, 1) backward(
                 if (p.r == 0) *(float2*)&m.after[p.block][p.channel(j)] = make_float2(sum[0], sum[1]);
             }
         }
-        own.stay_packed();
         sync_threads();
         ask_second(m.next, m.dt_bias[turn ^ 1]);
 
         // Through the L2 norm and the gate.
-        const Place p = here();
+        const Place p = here(m);
         through_norm(d_k, own.k, m.k_rstd, m.along[1], p);
 #pragma unroll
         for (int h = 0; h < 2; h++) store_row(dk + out(p, h), d_k, h, p.lane, p.row + h < count);

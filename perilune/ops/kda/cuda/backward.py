@@ -24,7 +24,7 @@ def kernel(
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32
-    words = 19 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 5
+    words = 19 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 5 + 4 * key_dim
     return Kernel(
         Path(__file__).parent / "backward.cu",
         "backward",

@@ -4,7 +4,7 @@
 
 // Log-decays and their factors `up`, and sums of squares. bias: the head's dt_bias.
 DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float lower_bound, float shift, int count) {
-    const Place p = here();
+    const Place p = here(m);
     const float slope = -LOG2E * rate;
     float q_square[2] = {}, k_square[2] = {}, bound[2];  // 0 in rows that hold no token
 #pragma unroll
@@ -52,7 +52,7 @@ DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float
 
 // Norms, and q and k as operands: k / up and k to, and over the raw ones q up and -k up.
 DEVICE void operands(Shared& m, const Own& own, float scale, float shift) {
-    const Place p = here();
+    const Place p = here(m);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float step = exp2_fast(shift * (2 * p.r + 1 + h));

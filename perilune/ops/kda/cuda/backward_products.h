@@ -9,7 +9,7 @@ DEVICE void pairs(
     beta_type* dbeta, int dbeta_token, int count
 ) {
     float p[2][4] = {}, e[2][4] = {};
-    const int lane = here().lane, r = lane >> 2, c = lane & 3;
+    const int lane = here(m).lane, r = lane >> 2, c = lane & 3;
     const bool own = q == k, meets = own && c == r >> 1;  // row 2 r + h meets itself in group h, column r
     float x[2] = {};
 #pragma unroll
@@ -60,7 +60,7 @@ DEVICE void pairs(
 
 // gamma sum_v S dS for the warp's 8 channels: every lane takes a value channel in 32, then the lanes' sums meet.
 DEVICE void through(Shared& m) {
-    const int lane = here().lane, warp = here().warp;
+    const int lane = here(m).lane, warp = here(m).warp;
     float x[8] = {};
 #pragma unroll
     for (int v = lane; v < V; v += 32) {
@@ -84,7 +84,7 @@ DEVICE void through(Shared& m) {
 // Of d_q and of d_k where k reads, which hold what comes through the state: the pairs of rows in this chunk, from the
 // earliest block of rows to their own.
 DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift) {
-    const Place p = here();
+    const Place p = here(m);
     const float unstep[2] = {exp2_fast(-shift * (2 * p.r + 1)), exp2_fast(-shift * (2 * p.r + 2))};
     const int at = left_at<CHUNK>(p.block, 0, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
@@ -106,7 +106,7 @@ DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift
 
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
 DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, const float (&down)[4][4], float shift) {
-    const Place p = here();
+    const Place p = here(m);
     float rows[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) rows[h] = m.k_rstd[p.row + h] * exp2_fast(shift * (2 * p.r + 1 + h));
@@ -134,7 +134,7 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, const fl
 
 // The pairs of rows in this chunk, from the last block of rows to their own.
 DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
-    const Place p = here();
+    const Place p = here(m);
     const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
 #pragma unroll 1

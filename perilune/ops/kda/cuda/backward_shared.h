@@ -46,7 +46,12 @@ struct Shared {
     float rate[WARPS];                     // of e^A_log's gradient
     alignas(16) float dt_bias[2][K];       // of this chunk's head and of the next one's, in turn
     Chunk next;
+    int thread[THREADS];                   // each thread's own number
 };
+
+// Where this thread stands, found anew in every step. The compiler cannot know that it reads the same number again: what it
+// derives from it, mostly addresses, would otherwise stay in registers from one step to the next.
+DEVICE Place here(const Shared& m) { return place(*(volatile const int*)&m.thread[threadIdx.x]); }
 
 DEVICE float total(const float (&part)[WIDTH]) {
     float sum = part[0];
@@ -89,16 +94,6 @@ DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two)
 struct Own {
     u32 q[2][4], k[2][4];
     float up[4][4];
-    // Forget what was unpacked: the compiler would keep those floats for the next step, in twice the registers.
-    __device__ __forceinline__ void stay_packed() {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                q[h][j] = opaque(q[h][j]);
-                k[h][j] = opaque(k[h][j]);
-            }
-    }
     __device__ __forceinline__ float q_at(int j, int i) const { return half_of(q[i >> 1][j], i & 1); }
     __device__ __forceinline__ float k_at(int j, int i) const { return half_of(k[i >> 1][j], i & 1); }
 };

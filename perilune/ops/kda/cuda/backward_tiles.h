@@ -18,21 +18,12 @@ constexpr int WIDTH = K / 32;      // warps across the key channels
 constexpr int THREADS = 32 * BLOCKS * WIDTH;
 constexpr int WARPS = THREADS / 32;
 
-// The same number, of which the compiler knows nothing.
-#ifdef PERILUNE_EMULATED
-DEVICE int opaque(int x) { return x; }
-#else
-DEVICE int opaque(int x) { asm volatile("" : "+r"(x)); return x; }
-#endif
-
-// Where a thread stands. Found anew in every phase of the kernel: what the compiler derives from it, mostly addresses, would
-// otherwise stay in registers from one phase to the next, and from one chunk to the next.
+// Where a thread stands.
 struct Place {
     int lane, warp, block, w, r, c, row;
     __device__ __forceinline__ int channel(int j) const { return 32 * w + 8 * j + 2 * c; }
 };
-DEVICE Place here() {
-    const int thread = opaque(threadIdx.x);
+DEVICE Place place(int thread) {
     const int lane = thread & 31, warp = thread >> 5, block = warp / WIDTH, r = lane >> 2;
     return {lane, warp, block, warp % WIDTH, r, lane & 3, 16 * block + 2 * r};
 }
@@ -47,7 +38,7 @@ DEVICE int state_at(int row, int piece) { return row * (2 * K) + ((piece ^ (row 
 // Ask for 64 rows of a token-major tensor; rows from `count` on become 0.
 template <int D> DEVICE void fetch_rows(u8* tile, const bf16* rows, i64 stride, int count) {
     constexpr int PIECES = D / 8, TOGETHER = THREADS / PIECES;
-    const int thread = opaque(threadIdx.x), first = thread / PIECES, piece = thread % PIECES;
+    const int thread = threadIdx.x, first = thread / PIECES, piece = thread % PIECES;
     rows += first * stride + 8 * piece;
 #pragma unroll
     for (int n = 0; n < CHUNK / TOGETHER; n++) {
@@ -60,7 +51,7 @@ template <int D> DEVICE void fetch_rows(u8* tile, const bf16* rows, i64 stride, 
 // Ask for a state `[V, K]`.
 DEVICE void fetch_state(u8* tile, const bf16* state) {
     constexpr int PIECES = K / 8, TOGETHER = THREADS / PIECES;
-    const int thread = opaque(threadIdx.x), first = thread / PIECES, piece = thread % PIECES;
+    const int thread = threadIdx.x, first = thread / PIECES, piece = thread % PIECES;
     state += 8 * thread;
 #pragma unroll
     for (int n = 0; n < V / TOGETHER; n++)
@@ -182,18 +173,18 @@ DEVICE float sum_after(float& x, int lane) {
     return lane > 27 ? 0.0f : after;
 }
 
-// Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 the four threads
-// of a row trade first, so that each writes 16 bytes.
+// Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 neighbours trade
+// first, so that the four threads of a row write 32 bytes together.
 DEVICE void store_row(bf16* row, const float (&x)[4][4], int h, int lane, bool there) {
-    const bool odd = lane & 1, upper = lane & 2;
+    const bool odd = lane & 1;
     u32 two[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) two[j] = pack(x[j][2 * h], x[j][2 * h + 1]);
     const u32 a = shuffle(odd ? two[0] : two[1], lane ^ 1), b = shuffle(odd ? two[2] : two[3], lane ^ 1);
-    const u32 low_0 = odd ? a : two[0], low_1 = odd ? two[1] : a, high_0 = odd ? b : two[2], high_1 = odd ? two[3] : b;
-    const u32 c = shuffle(upper ? low_0 : high_0, lane ^ 2), d = shuffle(upper ? low_1 : high_1, lane ^ 2);
-    const uint4 eight = upper ? make_uint4(c, d, high_0, high_1) : make_uint4(low_0, low_1, c, d);
-    if (there) store_once(row + 8 * (lane & 3), eight);
+    if (!there) return;
+    uint2* at = (uint2*)(row + 8 * odd + 2 * (lane & 2));
+    at[0] = odd ? make_uint2(a, two[1]) : make_uint2(two[0], a);
+    at[4] = odd ? make_uint2(b, two[3]) : make_uint2(two[2], b);
 }
 DEVICE void store_row(float* row, const float (&x)[4][4], int h, int lane, bool there) {
     if (!there) return;
