@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.execution import Execution
 from perilune.sandbox.protocol import GuestFile, OnOutput, Output, Result, Spec, State
-from perilune.sandbox.remote import RemoteExecution, RemoteSandbox, RemoteSandboxes
+from perilune.sandbox.remote import RemoteSandbox, RemoteSandboxes
+from perilune.sandbox.remote_execution import RemoteExecution
 from perilune.sandbox.sandboxes import Sandboxes
 from perilune.sandbox.store import Snapshot
 

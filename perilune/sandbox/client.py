@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from perilune.config.parse import to_dict
 from perilune.errors import ConfigError, SandboxError
-from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.execution import Execution
 from perilune.sandbox.guest import linux
+from perilune.sandbox.guest_calls import GuestCalls
 from perilune.sandbox.home import Record
 from perilune.sandbox.memory import Memory, measured
 from perilune.sandbox.protocol import (
@@ -26,12 +24,8 @@ from perilune.sandbox.protocol import (
     Capabilities,
     Driver,
     DriverUnavailable,
-    GuestFile,
     GuestLost,
     Machine,
-    OnOutput,
-    Process,
-    Result,
     SecretInSnapshot,
     Spec,
     State,
@@ -42,18 +36,10 @@ from perilune.sandbox.store import Snapshot
 if TYPE_CHECKING:
     from perilune.sandbox.sandboxes import Sandboxes
 
-ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root",
-    "LANG": "C.UTF-8",
-    "USER": "root",
-}
 MOST_FORKS = 64
-SHORTEST_SECRET = 8
-"""Bytes below which a secret is not looked for in files: it would be found everywhere."""
 
 
-class Sandbox:
+class Sandbox(GuestCalls):
     """One sandbox. Made by `Sandboxes`; see there.
 
     Attributes:
@@ -181,117 +167,6 @@ class Sandbox:
         if probe.capabilities is None:
             raise DriverUnavailable(f"{probe.driver}: {probe.reason}")
         return probe.capabilities
-
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes | int = b"",
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        secrets: Mapping[str, str] | None = None,
-        cwd: str = "/workspace",
-    ) -> Execution:
-        """Start a command and return at once.
-
-        Args:
-            argv: program and arguments; no shell.
-            stdin: its whole input, or a descriptor whose content is passed on as it comes.
-            timeout: seconds until it is killed; None = `Limits.exec_seconds`.
-            env: variables over `ENVIRONMENT`.
-            secrets: variables that are given to this command only; a checkpoint refuses files that hold one.
-            cwd: folder of the guest to start in.
-
-        Raises:
-            TransitionError: the sandbox is not running.
-            GuestLost: the guest has ended.
-        """
-        if not argv or any("\0" in part for part in argv):
-            raise ConfigError(f"a command needs a program's name, and no NUL in it; given: {list(argv)!r}")
-        limits = self.spec.limits
-        seconds = limits.exec_seconds if timeout is None else timeout
-        with self._lock:
-            machine = self._running("exec")
-            try:
-                process = machine.start(argv, self._variables(env, secrets), cwd)
-            except GuestLost:
-                self._lost(machine)
-                raise
-            running = Running(
-                process, b"" if isinstance(stdin, int) else stdin, time.monotonic() + seconds, limits.output_bytes,
-                source=stdin if isinstance(stdin, int) else -1,
-            )  # fmt: skip
-            execution = Execution(self, machine, process, running)
-            self._executions.add(execution)
-            return execution
-
-    def exec(self, argv: Sequence[str], *, on_output: OnOutput | None = None, **options: Any) -> Result:
-        """Run a command to its end; `on_output` gets its output as it comes. Options and errors as `start`."""
-        execution = self.start(argv, **options)
-        try:
-            for output in execution:
-                if on_output is not None:
-                    on_output(output)
-        except BaseException:
-            execution.close()
-            raise
-        return execution.result()
-
-    def terminal(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        secrets: Mapping[str, str] | None = None,
-        cwd: str = "/workspace",
-    ) -> Process:
-        """Start a command on a pseudo-terminal; the caller relays `Process.terminal` and closes the process."""
-        machine = self._running("terminal")
-        return machine.start(argv, self._variables(env, secrets), cwd, terminal=True)
-
-    def _variables(self, env: Mapping[str, str] | None, secrets: Mapping[str, str] | None) -> dict[str, str]:
-        """A command's environment; its secrets are noted, so that no checkpoint saves them."""
-        for name, value in [*(env or {}).items(), *(secrets or {}).items()]:
-            if not name or "=" in name or "\0" in name + value:
-                raise ConfigError(f"variable {name!r} must have a name without '=', and no NUL in name or value")
-        for name, value in (secrets or {}).items():
-            if len(value.encode()) >= SHORTEST_SECRET:
-                self._secrets[name] = value.encode()
-        identity = {"PERILUNE_SANDBOX": self.id, "PERILUNE_GENERATION": self.generation}
-        return {**ENVIRONMENT, **(env or {}), **(secrets or {}), **identity}
-
-    def _file(self, command: str, data: bytes = b"", **arguments: Any) -> bytes:
-        machine = self._running(command)
-        try:
-            return machine.file_command(command, arguments, data)
-        except GuestLost:
-            self._lost(machine)
-            raise
-
-    def read_file(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
-        """Content of a regular file of the guest. Raises GuestFileError; also for one that is longer."""
-        return self._file("read", path=path, limit=max_bytes)
-
-    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file of the guest whole, its folders with it. Raises GuestFileError."""
-        self._file("write", data, path=path, mode=mode)
-
-    def list(self, path: str) -> list[GuestFile]:
-        """Entries of a guest's folder, by name. Raises GuestFileError."""
-        return [GuestFile(*entry) for entry in json.loads(self._file("list", path=path))]
-
-    def ports(self) -> list[int]:
-        """TCP ports that the guest listens on."""
-        return json.loads(self._file("listening"))
-
-    def connect(self, port: int) -> socket.socket:
-        """A connection to a port of the guest; works without any network between host and guest."""
-        machine = self._running("connect")
-        try:
-            return machine.connect(port)
-        except GuestLost:
-            self._lost(machine)
-            raise
 
     def checkpoint(self) -> Snapshot:
         """Save the sandbox while it runs on (it stands still meanwhile). Only what the store does not have is written.

@@ -10,13 +10,13 @@ from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.protocol import GuestLost, Machine, Output, Process, Result
 
 if TYPE_CHECKING:
-    from perilune.sandbox.client import Sandbox
+    from perilune.sandbox.guest_calls import GuestCalls
 
 
 class Execution:
     """A command that runs: iterate over its output, then take `result()`."""
 
-    def __init__(self, sandbox: Sandbox, machine: Machine, process: Process, running: Running) -> None:
+    def __init__(self, sandbox: GuestCalls, machine: Machine, process: Process, running: Running) -> None:
         self.sandbox, self.process, self.running = sandbox, process, running
         self._machine, self._begun = machine, time.monotonic()
         self._kills = machine.out_of_memory_kills()

@@ -15,7 +15,8 @@ import pytest
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.drivers.docker_engine import Engine, EngineError, frames
-from perilune.sandbox.drivers.docker_machine import _as_tar, _entry, _listed
+from perilune.sandbox.drivers.docker_layer import as_tar, entry_of
+from perilune.sandbox.drivers.docker_machine import _listed
 from perilune.sandbox.guest import layer
 from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, SecretInSnapshot
 
@@ -205,9 +206,9 @@ def test_a_layer_becomes_an_archive_and_the_archive_entries(tmp_path):
         {"path": "gone", "type": "gone"}, {"path": "a/pipe", "type": "fifo", **facts},
     ]  # fmt: skip
     found = []
-    with tarfile.open(fileobj=io.BytesIO(_as_tar(entries, str(tmp_path)))) as file:
+    with tarfile.open(fileobj=io.BytesIO(as_tar(entries, str(tmp_path)))) as file:
         for member in file:
-            found.append(_entry(member.name, member, ""))
+            found.append(entry_of(member.name, member, ""))
             if member.isreg():
                 data = file.extractfile(member)
                 assert data is not None and data.read() == (content if "big" in member.name else bytes(70_000))

@@ -63,14 +63,14 @@ def test_held_memory_is_measured_and_limited(make, driver):
     box = pool.create(SPEC, driver=driver)
     pool.reaper.tick()
     before = pool.usage().memory.total
-    assert 0 < before < 64 << 20 and box.id in pool.reaper.measured
+    assert 0 < before < 64 << 20 and box.id in pool.admission.measured
     box.exec(["sh", "-c", "head -c 15000000 /dev/urandom > /dev/shm/x"])
     pool.reaper.tick()
     grown = pool.usage().memory.total - before
     if grown < 1 << 20:
         pytest.skip("nothing counts files in memory here: no control group")
     assert 14_000_000 < grown < 24_000_000
-    pool.learn(driver, SPEC, 60 << 20)
+    pool.admission.learn(driver, SPEC, 60 << 20)
     with pytest.raises(CapacityError, match="would hold"):
         pool.create(SPEC, driver=driver)
     assert pool.usage().overcommit == pytest.approx((128 << 20) / pool.usage().memory.total)

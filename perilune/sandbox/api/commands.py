@@ -22,7 +22,7 @@ from perilune.sandbox.execution import Execution
 from perilune.sandbox.protocol import Output, Process, Result
 
 if TYPE_CHECKING:
-    from perilune.sandbox.api.app import Service
+    from perilune.sandbox.api.service import Service
 
 
 class Held:

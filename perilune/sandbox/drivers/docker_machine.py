@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import json
 import os
-import signal
 import socket
-import tarfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from perilune.errors import SandboxError
-from perilune.sandbox.drivers.docker_engine import Engine, EngineError, frames
-from perilune.sandbox.drivers.proc_machine import descendants
+from perilune.sandbox.drivers.docker_engine import Engine, EngineError
+from perilune.sandbox.drivers.docker_layer import as_tar, changed_folder, entry_of
+from perilune.sandbox.drivers.docker_process import DockerProcess
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.guest import layer
 from perilune.sandbox.protocol import Guarantee, GuestFileError, GuestLost, Look, Saved, Spec
@@ -68,7 +66,7 @@ class DockerMachine:
         script = 'for p in "$@"; do rm -rf -- "$p"; done; mkdir -p /workspace'
         self._shell(script, gone)
         if entries:
-            self.engine.call("PUT", self._path("/archive"), query={"path": "/"}, data=_as_tar(entries, blobs))
+            self.engine.call("PUT", self._path("/archive"), query={"path": "/"}, data=as_tar(entries, blobs))
         self._own = len(self.pids())
 
     def _shell(self, script: str, arguments: Sequence[str], data: bytes = b"") -> tuple[int, bytes, bytes]:
@@ -173,11 +171,11 @@ class DockerMachine:
                 continue
             folder = bool(stat["mode"] & _GO_FOLDER)
             if folder and kind == CHANGED:
-                yield _folder(path[1:], stat), b""
+                yield changed_folder(path[1:], stat), b""
                 continue
             above = os.path.dirname(path)
             for member, content in self.engine.archive(self.container, path):
-                entry = _entry(f"{above.rstrip('/')}/{member.name}".strip("/"), member, above)
+                entry = entry_of(f"{above.rstrip('/')}/{member.name}".strip("/"), member, above)
                 if entry is not None:
                     # What was deleted and made again hides all that the image had there.
                     yield entry | ({"opaque": True} if kind == GONE and entry["path"] == path[1:] else {}), content
@@ -214,116 +212,6 @@ class DockerMachine:
             self.engine.call("DELETE", self._path(), query={"force": 1, "v": 1})
 
 
-class DockerProcess:
-    """A command in a container: the engine's one stream, taken apart into pipes by threads."""
-
-    def __init__(self, machine: DockerMachine, execution: str, sock: socket.socket, terminal: bool) -> None:
-        self._machine, self._engine, self._sandbox = machine, machine.engine, machine.sandbox
-        self._execution, self._sock = execution, sock
-        self.stdin = self.stdout = self.stderr = self.terminal = -1
-        self._status, self._tell = os.pipe()
-        if terminal:
-            ours, theirs = socket.socketpair()
-            self.terminal = ours.detach()
-            work = ((self._copy, sock, theirs), (self._copy, theirs, sock))
-            self._kept: list[Any] = [theirs]
-        else:
-            read, self.stdin = os.pipe()
-            self.stdout, out = os.pipe()
-            self.stderr, err = os.pipe()
-            work = ((self._take, out, err), (self._feed, read))
-            self._kept = []
-        for function, *arguments in (*work, (self._wait,)):
-            threading.Thread(target=function, args=arguments, daemon=True).start()
-
-    def _take(self, out: int, err: int) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for stream, data in frames(self._sock):
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(err if stream == 2 else out, view) :]
-        os.close(out)
-        os.close(err)
-
-    def _feed(self, read: int) -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(read, 65536):
-                self._sock.sendall(data)
-            self._sock.shutdown(socket.SHUT_WR)
-        os.close(read)
-
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-
-    def _wait(self) -> None:
-        """Tell when the program itself has ended; what it left in the background may hold its streams."""
-        pause, done = 0.003, {}
-        while not done:
-            time.sleep(pause)
-            pause = min(0.05, pause * 1.5)
-            try:
-                state = self._engine.json("GET", f"/exec/{self._execution}/json")
-            except SandboxError:
-                break
-            if not state["Running"] and state["ExitCode"] is not None:
-                if state["ExitCode"] == 128 + signal.SIGKILL and not self._machine.alive():
-                    break
-                done = {"code": int(state["ExitCode"])}
-        time.sleep(0.01)  # The last of its output is on its way through the engine.
-        with contextlib.suppress(OSError):
-            os.write(self._tell, json.dumps(done).encode() + b"\n")
-
-    def status_fd(self) -> int:
-        """See `protocol.Process`."""
-        return self._status
-
-    def finish(self) -> Mapping[str, Any]:
-        """See `protocol.Process`; the engine does not tell what a command used."""
-        done = json.loads(os.read(self._status, 4096) or b"{}")
-        if not done:
-            raise GuestLost(f"sandbox {self._sandbox}: the container ended while a command ran")
-        number = (
-            done["code"] - 128
-            if done["code"] in (128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV)
-            else 0
-        )
-        return {"code": done["code"], "signal": number, "cpu": 0.0, "rss": 0}
-
-    def kill(self) -> None:
-        """End the program, what descends from it, and what is still in its session."""
-        with contextlib.suppress(SandboxError):
-            state = self._engine.json("GET", f"/exec/{self._execution}/json")
-            if state["Running"] and state["Pid"]:
-                session = _session(int(state["Pid"]))
-                others = [pid for pid in self._machine.pids() if session and _session(pid) == session]
-                for pid in {*descendants(int(state["Pid"])), *others}:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """See `protocol.Process`."""
-        if self._status < 0:
-            return
-        self.kill()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        for kept in self._kept:
-            kept.close()
-        for fd in {self.stdin, self.stdout, self.stderr, self.terminal, self._status, self._tell} - {-1}:
-            os.close(fd)
-        self.stdin = self.stdout = self.stderr = self.terminal = self._status = self._tell = -1
-
-
-def _session(pid: int) -> int:
-    """A process's session on the host; 0 if it is gone."""
-    with contextlib.suppress(OSError):
-        return os.getsid(pid)
-    return 0
-
-
 def _listed(out: bytes) -> Iterator[list[Any]]:
     for row in out.split(b"\0")[:-1]:
         facts, _, name = row.partition(b"\n")
@@ -336,62 +224,3 @@ def _listed(out: bytes) -> Iterator[list[Any]]:
             bits & 0o7777,
             int(seconds) * 10**9,
         ]
-
-
-def _folder(path: str, stat: Mapping[str, Any]) -> dict[str, Any]:
-    """A folder of the image in which something changed; the engine tells its mode only."""
-    sticky = 0o1000 if stat["mode"] & (1 << 20) else 0
-    return {
-        "path": path,
-        "type": "folder",
-        "mode": stat["mode"] & 0o777 | sticky,
-        "uid": 0,
-        "gid": 0,
-        "mtime": time.time_ns(),
-    }
-
-
-def _entry(path: str, member: tarfile.TarInfo, above: str) -> dict[str, Any] | None:
-    """A member of the engine's archive as an entry of a layer; None for what is not captured."""
-    facts = {
-        "path": path,
-        "mode": member.mode & 0o7777,
-        "uid": member.uid,
-        "gid": member.gid,
-        "mtime": int(member.mtime * 10**9),
-    }
-    if member.isdir():
-        return facts | {"type": "folder"}
-    if member.isreg():
-        return facts | {"type": "file", "size": member.size}
-    if member.issym():
-        return facts | {"type": "link", "to": member.linkname}
-    if member.islnk():
-        return {"path": path, "type": "hard", "to": f"{above.rstrip('/')}/{member.linkname}".strip("/")}
-    return facts | {"type": "fifo"} if member.isfifo() else None
-
-
-def _as_tar(entries: Sequence[Mapping[str, Any]], blobs: str) -> bytes:
-    """A layer's entries as an archive that the engine unpacks."""
-    kinds = {"folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE}
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as file:
-        for entry in entries:
-            if entry["type"] == "gone":
-                continue
-            member = tarfile.TarInfo(entry["path"])
-            member.type = kinds.get(entry["type"], tarfile.REGTYPE)
-            member.linkname = entry.get("to", "")
-            member.mode, member.uid, member.gid = entry.get("mode", 0o644), entry.get("uid", 0), entry.get("gid", 0)
-            member.mtime = entry.get("mtime", 0) // 10**9
-            content = b""
-            if entry["type"] == "file":
-                left, parts = entry["size"], []
-                for name in entry["chunks"]:
-                    length = min(layer.CHUNK, left)
-                    parts.append(bytes(length) if name is None else layer.load(blobs, name, length))
-                    left -= length
-                content = b"".join(parts)
-                member.size = len(content)
-            file.addfile(member, io.BytesIO(content))
-    return data.getvalue()

@@ -90,7 +90,7 @@ class Node:
     @answered
     def room(self, driver: str, spec: dict[str, Any]) -> str:
         """Why a sandbox of this kind would have to wait here, or ""."""
-        return self.pool.refuses(driver, from_dict(Spec, spec))
+        return self.pool.admission.refuses(driver, from_dict(Spec, spec))
 
     @answered
     def show(self, sandbox: str) -> dict[str, Any]:

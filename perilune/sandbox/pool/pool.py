@@ -16,18 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perilune.errors import CapacityError, SandboxError
+from perilune.errors import SandboxError
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.home import LOST, Record
 from perilune.sandbox.memory import Memory
+from perilune.sandbox.pool.admission import Admission
 from perilune.sandbox.pool.limits import PoolLimits, Usage, Warm
 from perilune.sandbox.pool.reaper import Reaper
 from perilune.sandbox.protocol import GuestLost, Spec, State
 from perilune.sandbox.sandboxes import Sandboxes
 from perilune.sandbox.store import Snapshot
-
-GUESS = 32 << 20
-"""Bytes that a sandbox is expected to hold before one of its kind was measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +58,8 @@ class Pool:
         self.limits = limits or PoolLimits()
         self.entries: dict[str, Entry] = {}
         self.warm: dict[Warm, list[Sandbox]] = {kind: [] for kind in warm}
-        self.changed = threading.Condition()
-        self._coming: list[tuple[str, Spec]] = []
-        self._learned: dict[tuple[str, str], int] = {}
+        self.admission = Admission(self.limits, self._holding, self._make_room)
+        self.changed = self.admission.changed
         self._closed = False
         self.reaper = Reaper(self)
         self.reaper.begin()
@@ -73,74 +70,9 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Admission
-
     def _holding(self) -> list[Sandbox]:
         waiting = [sandbox for kept in self.warm.values() for sandbox in kept]
         return [*waiting, *(entry.sandbox for entry in self.entries.values() if entry.sandbox.held)]
-
-    def expected(self, driver: str, spec: Spec) -> int:
-        """Bytes that one more of this kind will hold, by those that were measured."""
-        return self._learned.get((driver, spec.template), min(GUESS, spec.limits.memory_bytes))
-
-    def learn(self, driver: str, spec: Spec, held: int) -> None:
-        """Note what one of a kind holds; slow to forget a large one."""
-        before = self._learned.get((driver, spec.template), held)
-        self._learned[driver, spec.template] = max(held, (9 * before + held) // 10)
-
-    def _refusal(self, driver: str, spec: Spec, count: int) -> str:
-        limits, holding = self.limits, self._holding()
-        if len(holding) + len(self._coming) + count > limits.sandboxes:
-            return f"{len(holding)} sandboxes run, and {limits.sandboxes} may"
-        promised = sum(sandbox.spec.limits.memory_bytes for sandbox in holding)
-        promised += sum(coming.limits.memory_bytes for _, coming in self._coming) + count * spec.limits.memory_bytes
-        if promised > limits.memory_bytes * limits.overcommit:
-            return (
-                f"memory limits of all sandboxes would be {promised} bytes, and {limits.overcommit:g} times "
-                f"{limits.memory_bytes} may be promised"
-            )
-        held = self.reaper.memory.total + sum(self.expected(*coming) for coming in self._coming)
-        held += sum(self.expected(box.driver.name, box.spec) for box in holding if box.id not in self.reaper.measured)
-        held += count * self.expected(driver, spec)
-        if held > limits.memory_bytes:
-            return f"sandboxes would hold {held} bytes of memory, and {limits.memory_bytes} may be held"
-        return ""
-
-    def refuses(self, driver: str, spec: Spec) -> str:
-        """Why one more would have to wait now, or ""."""
-        with self.changed:
-            return self._refusal(driver, spec, 1)
-
-    @contextlib.contextmanager
-    def admitted(self, driver: str, spec: Spec, count: int = 1) -> Iterator[None]:
-        """Room for `count` more machines while the caller makes them.
-
-        Raises:
-            CapacityError: there was none in `PoolLimits.wait_seconds`; says which limit, with numbers.
-        """
-        deadline = time.monotonic() + self.limits.wait_seconds
-        coming = [(driver, spec)] * count
-        while True:
-            with self.changed:
-                why = self._refusal(driver, spec, count)
-                if not why:
-                    self._coming += coming
-                    break
-            if not self._make_room():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CapacityError(
-                        f"no room for a sandbox: {why}; destroy or pause some, or raise the pool's limits"
-                    )
-                with self.changed:
-                    self.changed.wait(min(left, self.limits.tick_seconds))
-        try:
-            yield
-        finally:
-            with self.changed:
-                for one in coming:
-                    self._coming.remove(one)
-                self.changed.notify_all()
 
     def _make_room(self) -> bool:
         """Park the one that has been idle longest; False if there is none."""
@@ -189,13 +121,13 @@ class Pool:
             lifetime_seconds, idle_seconds: its own, see `PoolLimits`; 0 = never.
 
         Raises:
-            CapacityError: see `admitted`.
+            CapacityError: see `Admission.admitted`.
             DriverUnavailable, SandboxError: see `Sandboxes.create`.
         """
         spec = spec or Spec()
         sandbox = self._take_warm(driver, spec, name)
         if sandbox is None:
-            with self.admitted(driver, spec):
+            with self.admission.admitted(driver, spec):
                 sandbox = self.sandboxes.create(spec, driver=driver, name=name)
                 return self._enter(sandbox, lifetime_seconds, idle_seconds).sandbox
         return self._enter(sandbox, lifetime_seconds, idle_seconds).sandbox
@@ -220,9 +152,9 @@ class Pool:
         return None
 
     def resume_snapshot(self, snapshot: str, *, name: str | None = None, **times: float | None) -> Sandbox:
-        """A new sandbox from a snapshot. Raises as `Sandboxes.resume` and `admitted`."""
+        """A new sandbox from a snapshot. Raises as `Sandboxes.resume` and `Admission.admitted`."""
         found = self.sandboxes.checked(snapshot)
-        with self.admitted(found.driver, self.sandboxes.spec(found)):
+        with self.admission.admitted(found.driver, self.sandboxes.spec(found)):
             sandbox = self.sandboxes.resume(snapshot, name=name)
             return self._enter(sandbox, times.get("lifetime_seconds"), times.get("idle_seconds")).sandbox
 
@@ -260,7 +192,7 @@ class Pool:
         """A sandbox that is not parked meanwhile; one that was is resumed first unless `wake` is False.
 
         Raises:
-            SandboxError, CapacityError: see `entry` and `admitted`.
+            SandboxError, CapacityError: see `entry` and `Admission.admitted`.
         """
         entry = self.entry(name)
         with entry.lock:
@@ -284,13 +216,13 @@ class Pool:
         sandbox = entry.sandbox
         if sandbox.held:
             return sandbox.resume()
-        with self.admitted(sandbox.driver.name, sandbox.spec):
+        with self.admission.admitted(sandbox.driver.name, sandbox.spec):
             sandbox.resume()
         sandbox.record.parked = False
         sandbox.used = entry.saved = time.monotonic()
 
     def resume(self, name: str) -> Sandbox:
-        """Go on with a paused or parked sandbox. Raises as `Sandbox.resume` and `admitted`."""
+        """Go on with a paused or parked sandbox. Raises as `Sandbox.resume` and `Admission.admitted`."""
         entry = self.entry(name)
         with entry.lock:
             self._resume(entry)
@@ -309,8 +241,8 @@ class Pool:
             return entry.sandbox.pause(keep_memory=keep_memory)
 
     def fork(self, name: str, count: int = 1) -> list[Sandbox]:
-        """Copies, each in the pool with the times of the original. Raises as `Sandbox.fork` and `admitted`."""
-        with self.use(name) as sandbox, self.admitted(sandbox.driver.name, sandbox.spec, count):
+        """Copies, each in the pool with the times of the original. Raises as `Sandbox.fork` and `Admission.admitted`."""
+        with self.use(name) as sandbox, self.admission.admitted(sandbox.driver.name, sandbox.spec, count):
             before = sandbox.record
             left = max(1.0, before.ends - time.time()) if before.ends else 0.0
             made = sandbox.fork(count)
@@ -371,7 +303,7 @@ class Pool:
             paused = sum(not entry.sandbox.held for entry in self.entries.values())
             warm = sum(map(len, self.warm.values()))
         return Usage(
-            held=len(holding), paused=paused, warm=warm, memory=self.reaper.memory, allowed_bytes=self.limits.memory_bytes,
+            held=len(holding), paused=paused, warm=warm, memory=self.admission.memory, allowed_bytes=self.limits.memory_bytes,
             promised_bytes=sum(sandbox.spec.limits.memory_bytes for sandbox in holding),
             store_bytes=self.home.store.used_bytes(),
         )  # fmt: skip

@@ -24,17 +24,10 @@ FOLDER_SECONDS = 30.0
 
 
 class Reaper:
-    """See the module; `tick` does all that is due now.
-
-    Attributes:
-        memory: held by all sandboxes of the pool, at the last look.
-        measured: ids of those that were in it.
-    """
+    """See the module; `tick` does all that is due now."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.memory = Memory()
-        self.measured: frozenset[str] = frozenset()
         self.unwanted = pool.home.folder / "unwanted"
         """Snapshots to delete, one empty file each, so that a killed pool forgets none."""
         self._collected = self._looked = 0.0
@@ -138,23 +131,21 @@ class Reaper:
         for entry in entries:
             if entry.sandbox.held:
                 entry.memory = entry.sandbox.memory()
-                self.pool.learn(entry.sandbox.driver.name, entry.sandbox.spec, entry.memory.total)
+                self.pool.admission.learn(entry.sandbox.driver.name, entry.sandbox.spec, entry.memory.total)
                 total += entry.memory
                 seen.append(entry.sandbox.id)
         for sandbox in waiting:
             total += sandbox.memory()
             seen.append(sandbox.id)
-        with self.pool.changed:
-            self.memory, self.measured = total, frozenset(seen)
-            self.pool.changed.notify_all()
+        self.pool.admission.note(total, frozenset(seen))
 
     def _keep_warm(self) -> None:
         for kind, kept in self.pool.warm.items():
             while len(kept) < kind.count and not self._stop.is_set():
                 try:
-                    if self.pool.refuses(kind.driver, kind.spec):
+                    if self.pool.admission.refuses(kind.driver, kind.spec):
                         return
-                    with self.pool.admitted(kind.driver, kind.spec):
+                    with self.pool.admission.admitted(kind.driver, kind.spec):
                         sandbox = self.pool.sandboxes.create(kind.spec, driver=kind.driver)
                         with self.pool.changed:
                             kept.append(sandbox)
