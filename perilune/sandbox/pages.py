@@ -89,6 +89,28 @@ class Table:
         return Table(number, pack, place, tuple(packs))
 
 
+def overlaid(under: Table, over: Table) -> Table:
+    """A table with the pages of both; where both have one, that of `over`."""
+    packs = list(dict.fromkeys((*under.packs, *over.packs)))
+    place = {name: index for index, name in enumerate(packs)}
+    kept = ~np.isin(under.number, over.number)
+    columns = []
+    for table, rows in ((under, kept), (over, np.ones(len(over.number), bool))):
+        index = np.array([place[name] for name in table.packs], np.uint32)
+        pack = table.pack[rows].copy()
+        held = pack != ZERO
+        pack[held] = index[pack[held]]
+        columns.append((table.number[rows], pack, table.place[rows]))
+    number, pack, where = (np.concatenate(pair) for pair in zip(*columns))
+    order = np.argsort(number, kind="stable")
+    used = np.unique(pack[pack != ZERO])
+    back = np.zeros(len(packs), np.uint32)
+    back[used] = np.arange(len(used), dtype=np.uint32)
+    held = pack != ZERO
+    pack[held] = back[pack[held]]
+    return Table(number[order], pack[order], where[order], tuple(packs[index] for index in used))
+
+
 EMPTY = Table(*(np.zeros(0, np.uint32) for _ in range(3)), ())
 
 

@@ -65,7 +65,9 @@ class Keeper:
         self._requests: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def start(self, argv: Sequence[str], fds: Sequence[int], errors: int, groups: Sequence[str] = ()) -> Started:
+    def start(
+        self, argv: Sequence[str], fds: Sequence[int], errors: int, groups: Sequence[str] = (), folder: str = "/"
+    ) -> Started:
         """Start a program.
 
         Args:
@@ -73,6 +75,7 @@ class Keeper:
             fds: what it finds at `FIRST_FD` and up.
             errors: a file for its stdout and stderr.
             groups: cgroup.procs files that it enters first.
+            folder: where it runs.
 
         Raises:
             DriverUnavailable: it could not be started.
@@ -82,7 +85,9 @@ class Keeper:
                 if self._server is None or self._server.poll() is not None:
                     self._launch()
                 assert self._requests is not None
-                wire.send(self._requests, {"argv": list(argv), "groups": list(groups)}, [errors, *fds])
+                wire.send(
+                    self._requests, {"argv": list(argv), "groups": list(groups), "folder": folder}, [errors, *fds]
+                )
                 answer = wire.receive(self._requests)
             except (OSError, wire.Malformed) as error:
                 raise DriverUnavailable(f"the process that starts machines does not answer: {error}") from error
@@ -171,6 +176,7 @@ def _become(request: dict[str, Any], fds: list[int], parent: int) -> None:
     for procs in request["groups"]:
         with open(procs, "w") as file:
             file.write("0")
+    os.chdir(request["folder"])
     null = os.open("/dev/null", os.O_RDWR)
     # First out of the way, then to where they belong.
     moved = [os.dup(number) if number >= 100 else _above(number, 100) for number in (null, *fds)]

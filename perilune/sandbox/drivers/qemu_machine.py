@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from perilune.sandbox.drivers.agent_command import AgentCommand
+from perilune.sandbox.drivers.agent_machine import AgentMachine
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.memory import Memory
 from perilune.sandbox.drivers.qemu_channel import Channel
 from perilune.sandbox.drivers.qemu_process import Vm, said
 from perilune.sandbox.drivers.qemu_template import Template
-from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.pages import EMPTY, Packs, Table, Writer
-from perilune.sandbox.protocol import GuestFileError, GuestLost, Look, Saved, SecretInSnapshot, Spec
+from perilune.sandbox.protocol import GuestLost, Look, Saved, SecretInSnapshot, Spec
 from perilune.sandbox.store import Batch
 
-CALL_SECONDS = 30.0
-FILE_SECONDS = 120.0
 FORMAT = 1
 
 
-class QemuMachine:
+class QemuMachine(AgentMachine):
     """A guest that runs.
 
     Args:
@@ -52,9 +44,7 @@ class QemuMachine:
         self.guarantees = machine_guarantees(group, spec, accelerator, template.size)
         self.seconds: dict[str, float] = {}
         self._last = EMPTY
-        self._ended = False
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
         try:
             self.memory = Memory.find(vm.started.pid, str(template.memory), template.size)
             if saved is not None:
@@ -64,66 +54,13 @@ class QemuMachine:
             vm.monitor.load_devices(devices)
             self.seconds["running"] = time.monotonic() - begun
             self._channel = Channel(sandbox, vm.agent)
-            limits = {name: getattr(spec.limits, name) for name in ("disk_bytes", "processes", "open_files")}
-            self._channel.hello(generation, os.urandom(64), limits, sandbox)
+            self._hello(generation)
             self.seconds["ready"] = time.monotonic() - begun
         except BaseException as error:
             text = said(vm.errors)
             self.destroy()
             if isinstance(error, GuestLost) and text:
                 raise GuestLost(f"{error}; QEMU says: {text}") from error
-            raise
-
-    @property
-    def channel(self) -> Channel:
-        """To the agent."""
-        if self._channel is None or self._ended:
-            raise GuestLost(f"sandbox {self.sandbox}: the guest has ended")
-        return self._channel
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, terminal: bool = False) -> AgentCommand:
-        """Start a program; with `terminal` its streams are one pseudo-terminal."""
-        return self.channel.start(argv, env, cwd, terminal=terminal)
-
-    def file_command(self, command: str, arguments: Mapping[str, Any], data: bytes = b"") -> bytes:
-        """Read, write or list files, or list listening ports, as a process of the guest; returns what `guest/commands.py` would.
-
-        Raises:
-            GuestFileError: what the guest's kernel said about the path.
-        """
-        path = str(arguments.get("path", ""))
-        if "\0" in path:
-            raise GuestFileError(f"sandbox {self.sandbox}: {command} {path!r}: a path has no NUL in it")
-        last = {"read": "limit", "write": "mode"}.get(command)
-        words = [command, *([path] if path else []), *([str(arguments[last])] if last else [])]
-        with contextlib.closing(self.channel.start(words, {}, "/", file_command=True)) as process:
-            running = Running(process, data, time.monotonic() + FILE_SECONDS, keep=1 << 62)
-            for _ in running.outputs():
-                pass
-            done = process.finish()
-        if done["code"] != 0:
-            reason = bytes(running.kept["stderr"]).decode(errors="replace").strip()
-            if running.timed_out:
-                reason = f"no answer within {FILE_SECONDS:g} s"
-            raise GuestFileError(f"sandbox {self.sandbox}: {command} {path}: {reason or 'failed'}")
-        return _answer(command, bytes(running.kept["stdout"]))
-
-    def connect(self, port: int) -> socket.socket:
-        """A socket whose other end the agent relays to a port of the guest."""
-        mine, its = socket.socketpair()
-        try:
-            process = self.channel.start(["connect", str(port)], {}, "/", file_command=True, streams=its)
-            its.close()
-            said = _first(process)
-            if said != b"+":
-                raise GuestFileError(
-                    f"sandbox {self.sandbox}: connect port {port}: {said.decode(errors='replace') or 'failed'}"
-                )
-            process.release()
-            return mine
-        except BaseException:
-            mine.close()
-            its.close()
             raise
 
     def freeze(self) -> int:
@@ -175,21 +112,9 @@ class QemuMachine:
         self._last = table
         return Saved(batch.put(json.dumps(record).encode()), len(number), pages.nbytes + len(devices))
 
-    def out_of_memory_kills(self) -> int:
-        """How many processes the memory limit has ended, as of the last command that ended."""
-        return self.channel.out_of_memory_kills
-
     def pids(self) -> list[int]:
         """See `protocol.Machine`."""
         return [self.vm.started.pid] if self.alive() else []
-
-    def unsaved_processes(self) -> int:
-        """See `protocol.Machine`."""
-        return 0
-
-    def file_bytes(self) -> int:
-        """See `protocol.Machine`."""
-        return 0
 
     def alive(self) -> bool:
         """Whether QEMU runs; it ends with a panic of the guest's kernel."""
@@ -205,24 +130,3 @@ class QemuMachine:
             self._channel.close()
         self.vm.end()
         self.group.remove()
-
-
-def _first(process: AgentCommand) -> bytes:
-    """What a command says first on stderr, or all of it if it ends."""
-    import select
-
-    found = select.select([process.stderr, process.status_fd()], [], [], CALL_SECONDS)[0]
-    return os.read(process.stderr, 4096) if found else b"no answer"
-
-
-def _answer(command: str, data: bytes) -> bytes:
-    """The agent's plain text as the JSON that clients read."""
-    if command == "list":
-        entries = []
-        for line in data.split(b"\0")[:-1]:
-            kind, size, mode, mtime, name = line.split(b" ", 4)
-            entries.append([os.fsdecode(name), kind.decode(), int(size), int(mode), int(mtime)])
-        return json.dumps(sorted(entries)).encode()
-    if command == "listening":
-        return json.dumps(sorted({int(line) for line in data.split()})).encode()
-    return data

@@ -35,7 +35,10 @@ VARIANTS = ("small", "python")
 AGENT = Path(__file__).parent / "vm"
 KERNELS = ("linux-image-cloud-amd64", "linux-image-amd64", "linux-image-virtual", "linux-image-generic")
 """Packages that name the newest kernel; the first one that the distribution has."""
-MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_console")
+MODULES = (
+    "virtio_ring", "virtio", "virtio_mmio", "virtio_console", "vsock", "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport",
+)  # fmt: skip
+"""In the order in which they are loaded: a machine's devices, its port, and sockets between host and guest."""
 PYTHON = ("python3",)
 UNNEEDED = (
     "usr/share/doc/", "usr/share/man/", "usr/share/locale/", "usr/share/lintian/", "usr/share/info/", "usr/share/zoneinfo/right/",

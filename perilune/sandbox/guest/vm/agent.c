@@ -13,6 +13,7 @@
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -41,7 +42,7 @@ static struct command *commands;
 static char (*old_groups)[64];
 static size_t old_group_count;
 static struct buffer arriving, leaving;
-static int port;
+static int port, listener; /* One of them, or both once the host has connected. */
 static bool quiet; /* Between QUIESCE and the next life. */
 
 static void append(struct buffer *buffer, const void *data, size_t size)
@@ -363,8 +364,12 @@ static void receive(void)
     arriving.end -= PIECE;
     ssize_t count = read(port, arriving.data + arriving.end, PIECE);
     if (count <= 0) {
-        if (count == 0)
-            usleep(2000); /* The host's end is closed; it opens again with a new life. */
+        if (count == 0 || errno != EAGAIN) {
+            if (listener >= 0)
+                close(port), port = -1;
+            else
+                usleep(2000); /* The host's end is closed; it opens again with a new life. */
+        }
         return;
     }
     arriving.end += count;
@@ -383,6 +388,18 @@ static void receive(void)
     }
 }
 
+/* The host speaks through its newest connection; what was on its way through an older one is of an ended life. */
+static void accept_host(void)
+{
+    int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0)
+        return;
+    if (port >= 0)
+        close(port);
+    port = fd;
+    arriving.start = arriving.end = leaving.start = leaving.end = 0;
+}
+
 static void transmit(void)
 {
     ssize_t count = write(port, leaving.data + leaving.start, leaving.end - leaving.start);
@@ -394,23 +411,24 @@ static void transmit(void)
 
 int main(void)
 {
-    static struct pollfd waiting[3 * MOST_COMMANDS + 2];
-    static struct { struct command *command; int stream; } whose[3 * MOST_COMMANDS + 2]; /* stream 2: input */
+    static struct pollfd waiting[3 * MOST_COMMANDS + 3];
+    static struct { struct command *command; int stream; } whose[3 * MOST_COMMANDS + 3]; /* stream 2: input */
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
     sigprocmask(SIG_BLOCK, &child, NULL);
     signal(SIGPIPE, SIG_IGN);
     int deaths = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
-    if ((port = boot()) < 0) {
+    if (!boot(&port, &listener)) {
         say("the host's port does not appear");
         return 1; /* Process 1 ends: the kernel panics, and the driver sees the machine end. */
     }
     for (;;) {
         bool full = leaving.end - leaving.start > OUT_ROOM;
-        int count = 2;
+        int count = 3;
         waiting[0] = (struct pollfd){.fd = port, .events = POLLIN | (leaving.start < leaving.end ? POLLOUT : 0)};
         waiting[1] = (struct pollfd){.fd = quiet ? -1 : deaths, .events = POLLIN};
+        waiting[2] = (struct pollfd){.fd = listener, .events = POLLIN};
         for (struct command *command = commands; command && !quiet && count + 3 < (int)(sizeof waiting / sizeof *waiting);
              command = command->next) {
             for (int stream = 0; stream < 2; stream++) {
@@ -427,7 +445,7 @@ int main(void)
         }
         if (poll(waiting, count, -1) < 0)
             continue;
-        for (int number = 2; number < count; number++) {
+        for (int number = 3; number < count; number++) {
             struct command *command = whose[number].command;
             if (!waiting[number].revents || command->gone)
                 continue;
@@ -442,10 +460,12 @@ int main(void)
                 ;
             reap();
         }
-        if (waiting[0].revents & POLLIN)
+        if (waiting[0].revents & (POLLIN | POLLHUP | POLLERR))
             receive();
-        if (leaving.start < leaving.end && (waiting[0].revents & POLLOUT || !full))
+        if (port >= 0 && leaving.start < leaving.end && (waiting[0].revents & POLLOUT || !full))
             transmit();
+        if (waiting[2].revents)
+            accept_host();
         sweep();
     }
 }

@@ -71,7 +71,7 @@ struct exited {
 } __attribute__((packed));
 
 /* machine.c: the guest as a whole. */
-int boot(void);                                    /* mounts, modules, loopback; returns the open port */
+bool boot(int *port, int *listener);               /* mounts, modules, loopback; the port, or a socket that the host connects to */
 void begin_life(const struct hello *hello, size_t length); /* randomness, clock, identity, limits */
 void set_clock(uint64_t nanoseconds, uint64_t tolerance); /* unless it is right to that many nanoseconds */
 void stop_processes(bool stop);                    /* all but the agent */
