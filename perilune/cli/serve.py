@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune.cli.answer_flags import RUN_HELP, FlagParser
@@ -28,19 +30,30 @@ Only this machine can connect unless a key is set. SIGTERM or Ctrl-C lets runnin
   --no-auth          let everybody who reaches a public address ask
   --context N        most tokens of a prompt and its answer together (default 8192)
   --cache-bytes N    memory of the prefix cache and of what runs (default: 256 MiB; on a GPU 60 % of what is free)
-  --no-prefix-cache  compute every prompt from its beginning
-  --retention R      where states are kept: dense, tail, turns, second-hit, interval:N, joined by + (default turns+second-hit)
   --max-running N    answers that are drawn at once (default 64)
-  --deterministic    an answer does not depend on what else is being answered, bit by bit
-  --max-output-tokens N  most tokens of any answer (default: as many as fit)
   --max-queue N      requests that may wait or run at once; more get 429 (default 256)
-  --max-body BYTES   largest request body (default 16777216)
-  --request-timeout S  seconds for a whole answer (default: no end)
-  --drain-seconds S  how long running answers may go on after SIGTERM (default 30)
   --admin-port P     pause, abort, look into the cache, change weights; this machine only (default: none)
-  --admin-key KEY    the admin port needs it; also from PERILUNE_ADMIN_KEY
-  --log-json         one JSON object a line in the log
   --json             print {{"url": …}} on stdout once it listens
+  --help-all         limits, logs, and what the cache keeps
+"""
+
+MORE_HELP = """
+Limits and logs
+  --max-output-tokens N  most tokens of any answer (default: as many as fit)
+  --max-body BYTES       largest request body (default 16777216)
+  --request-timeout S    seconds for a whole answer (default: no end)
+  --drain-seconds S      how long running answers may go on after SIGTERM (default 30)
+  --admin-key KEY        the admin port needs it; also from PERILUNE_ADMIN_KEY
+  --log-json             one JSON object a line in the log
+
+Cache
+  --no-prefix-cache      compute every prompt from its beginning
+  --retention R          where states are kept: dense, tail, turns, second-hit, interval:N, several joined by +
+                         (default turns+second-hit)
+  --host-cache N         bytes of the host's memory for what the cache gives up (default 0)
+  --disk-cache DIR       folder for what does not fit there either; the next server finds it again
+  --disk-cache-bytes N   most bytes in it (default 17179869184)
+  --deterministic        an answer does not depend on what else is being answered, bit by bit
 """
 
 
@@ -55,12 +68,16 @@ def run(args: list[str]) -> int:
     parser.add_argument("--cache-bytes", type=int)
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--retention", default="turns+second-hit")
+    parser.add_argument("--host-cache", type=int, default=0)
+    parser.add_argument("--disk-cache", type=Path)
+    parser.add_argument("--disk-cache-bytes", type=int, default=2**34)
+    parser.add_argument("--help-all", action="store_true")
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--deterministic", action="store_true")
     add_server_flags(parser)
     flags = parser.parse_args(args)
-    if flags.help:
-        print(HELP, end="")
+    if flags.help or flags.help_all:
+        print(HELP + MORE_HELP if flags.help_all else HELP, end="")
         return 0
     if flags.context < 2 or flags.max_running < 1:
         raise ConfigError(
@@ -80,10 +97,11 @@ def run(args: list[str]) -> int:
 
     settings = EngineSettings(
         cache_bytes=flags.cache_bytes, prefix_cache=not flags.no_prefix_cache, retention=flags.retention,
-        sequences=flags.max_running, deterministic=flags.deterministic,
+        sequences=flags.max_running, deterministic=flags.deterministic, host_bytes=flags.host_cache,
+        disk=flags.disk_cache, disk_bytes=flags.disk_cache_bytes,
     )  # fmt: skip
-    engine = parser.engine(flags, context_length=flags.context, settings=settings)
-    return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)
+    with contextlib.closing(parser.engine(flags, context_length=flags.context, settings=settings)) as engine:
+        return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)
 
 
 def add_server_flags(parser: FlagParser) -> None:
