@@ -27,13 +27,13 @@ def check(args: list[torch.Tensor], options, dtype: torch.dtype = torch.float32,
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("options", [SITU, ("situ", 1.5, None), ("swiglu", 4.0, 25.0)])
+@pytest.mark.parametrize("options", [SITU, ("swiglu", 4.0, 25.0)])
 def test_float32(options) -> None:
     """Widths that are no multiple of a tile: the last tiles reach into the next expert's weights."""
-    check(operands(37, 12, 36, 4, 2), options)
+    check(operands(30, 12, 36, 3, 2), options)
 
 
-@pytest.mark.parametrize("options", [SITU, ("situ", 0.3, None), ("swiglu", 4.0, 25.0)])
+@pytest.mark.parametrize("options", [SITU, ("situ", 0.3, None)])
 def test_saturated_units(options) -> None:
     """Far beyond the caps, on either side; a product of size 1000 in float32 moves e^-a by its own rounding, 1e-4."""
     args = operands(10, 8, 4, 2, 1)
@@ -64,6 +64,19 @@ def test_few_programs_take_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: getattr(configs.FULL, name)._replace(programs=1) for name in ("glu", "product", "weights")}
     monkeypatch.setattr(configs, "FULL", configs.FULL._replace(group=2, **few))
     check(operands(100, 8, 36, 2, 2), SITU)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    z, index, mixing, *weights = (a.float() if a.is_floating_point() else a for a in operands(10, 8, 4, 2, 1))
+    whole = with_gradients(lambda *args: call(*args, *SITU), [z, index, mixing, *weights])
+    z.requires_grad_()
+    dout = torch.randn(z.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64).float()
+    with force("triton"):
+        (dz,) = torch.autograd.grad(call(z, index, mixing, *weights, *SITU), z, dout)
+        frozen = [w.requires_grad_(i == 2) for i, w in enumerate(weights)]
+        (dw2,) = torch.autograd.grad(call(z.detach(), index, mixing, *frozen, *SITU), weights[2], dout)
+    torch.testing.assert_close(dz, whole[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(dw2, whole[5], rtol=0, atol=1e-5)
 
 
 def test_no_tokens() -> None:

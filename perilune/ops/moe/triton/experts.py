@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.moe.triton import products
@@ -27,6 +28,8 @@ def obstacle(z_NL: Tensor, w1_EFL: Tensor) -> str | None:
     for name, size in (("tokens", w1_EFL.shape[2]), ("hidden units", w1_EFL.shape[1])):
         if size * z_NL.element_size() % 16:
             return f"rows of {size} {name} are not whole 16-byte units"
+    if type(w1_EFL) not in (Tensor, Parameter) or w1_EFL.device != z_NL.device:
+        return f"weights are a {type(w1_EFL).__name__} on {w1_EFL.device}, not plain tensors on {z_NL.device}"
     if w1_EFL.dtype not in (z_NL.dtype, torch.float32):
         return f"weights are {w1_EFL.dtype}, tokens {z_NL.dtype}"
     return None
@@ -65,12 +68,13 @@ class RoutedExperts(torch.autograd.Function):
         gate_RF, up_RF = before_unit(x_RL, w1, w3, plan, tiles)
         d_RF = back([(dy_RL, w2)], plan, tiles)
         dweight_NA = unit_gradient_(gate_RF, up_RF, d_RF, _mixing(weight_NA), plan, ctx.caps)
-        dw2_ELF = weight_gradient(dy_RL, d_RF, w2_ELF, plan, tiles)
+        wanted = dict(zip(("z", "index", "weight", "w1", "w3", "w2"), ctx.needs_input_grad))
+        dw2_ELF = weight_gradient(dy_RL, d_RF, w2_ELF, plan, tiles) if wanted["w2"] else None
         del dy_RL, d_RF
-        dw1_EFL = weight_gradient(gate_RF, x_RL, w1_EFL, plan, tiles)
-        dw3_EFL = weight_gradient(up_RF, x_RL, w3_EFL, plan, tiles)
+        dw1_EFL = weight_gradient(gate_RF, x_RL, w1_EFL, plan, tiles) if wanted["w1"] else None
+        dw3_EFL = weight_gradient(up_RF, x_RL, w3_EFL, plan, tiles) if wanted["w3"] else None
         del x_RL
-        dz_NL = sum_rows(back([(gate_RF, w1), (up_RF, w3)], plan, tiles), plan)
+        dz_NL = sum_rows(back([(gate_RF, w1), (up_RF, w3)], plan, tiles), plan) if wanted["z"] else None
         return dz_NL, None, dweight_NA.to(weight_NA.dtype), dw1_EFL, dw3_EFL, dw2_ELF, None
 
 
