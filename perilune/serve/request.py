@@ -163,7 +163,7 @@ class Service:
     """How a request is treated, apart from what its answer says.
 
     Attributes:
-        priority: a larger one is served earlier, in the limits that the engine sets.
+        priority: a lower one is served earlier, and gives way later.
         session_id: requests of one conversation; the engine may keep its cache longer.
         cache_salt: only requests with the same salt share cached prefixes.
         request_id: the name that logs and admin endpoints use.

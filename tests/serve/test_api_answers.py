@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import threading
 
@@ -15,6 +16,7 @@ from test_api import call, chat, error, events
 
 from perilune.serve.api import Limits, create_app, schemas
 from perilune.serve.api.answers import usage_body
+from perilune.serve.api.logs import JsonFormatter
 from perilune.serve.engine import EngineFailed
 from perilune.serve.request import Delta, TokenLogprob, Usage
 
@@ -160,6 +162,15 @@ def test_request_ids_are_echoed_and_logged(caplog):
     fields = caplog.records[0].fields
     assert fields["request_id"] == "mine-1" and fields["status"] == 200 and fields["completion_tokens"] == 3
     assert fields["finish"] == "stop" and caplog.records[1].fields["status"] == 400
+
+
+def test_log_lines_can_be_json():
+    plain = logging.LogRecord("a.b", logging.WARNING, "", 0, "%s is %s", ("x", "ü"), None)
+    line = json.loads(JsonFormatter().format(plain))
+    assert line["message"] == "x is ü" and line["level"] == "warning" and line["time"].endswith("Z")
+    request = logging.LogRecord("a.b", logging.INFO, "", 0, "text", (), None)
+    request.fields = {"request_id": "r", "status": 200}
+    assert {"request_id": "r", "status": 200}.items() <= json.loads(JsonFormatter().format(request)).items()
 
 
 def test_metrics_have_own_and_common_names():

@@ -18,7 +18,7 @@ class Exchange:
     """A request and its job.
 
     Args:
-        all: where it is listed until it ends.
+        exchanges: where it is listed until it ends.
         name: the request's id.
         stream: of its job, which has been handed to the engine.
         rows: how many answers it has.
@@ -30,12 +30,18 @@ class Exchange:
     """
 
     def __init__(
-        self, all: Exchanges, name: str, stream: JobStream, rows: int, seconds: float | None, record: dict[str, Any]
+        self,
+        exchanges: Exchanges,
+        name: str,
+        stream: JobStream,
+        rows: int,
+        seconds: float | None,
+        record: dict[str, Any],
     ) -> None:
         self.name = name
         self.job: Job = stream.job
         self.record = record
-        self._all = all
+        self._exchanges = exchanges
         self._stream = stream
         self._rows = rows
         self._began = time.perf_counter()
@@ -43,7 +49,7 @@ class Exchange:
         self._reasons: dict[int, str] = {}
         self._last: float | None = None
         self._open = True
-        all.add(self)
+        exchanges.add(self)
 
     @property
     def age(self) -> float:
@@ -82,9 +88,9 @@ class Exchange:
     def _clock(self, deltas: list[Delta]) -> None:
         now = time.perf_counter()
         if self._last is None:
-            self._all.metrics.first_token(now - self._began)
+            self._exchanges.metrics.first_token(now - self._began)
         else:
-            self._all.metrics.later_token(now - self._last)
+            self._exchanges.metrics.later_token(now - self._last)
         self._last = now
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -108,8 +114,8 @@ class Exchange:
             "prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens,
             "completion_tokens": usage.completion_tokens, "finish": ",".join(dict.fromkeys(reasons)),
         }  # fmt: skip
-        self._all.remove(self)
-        self._all.metrics.ended(self.age, usage, timing, reasons)
+        self._exchanges.remove(self)
+        self._exchanges.metrics.ended(self.age, usage, timing, reasons)
 
 
 class Exchanges:

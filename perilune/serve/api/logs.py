@@ -76,12 +76,14 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Log records as one JSON object a line: time, level, logger, message, and the fields of a request."""
+    """Log records as one JSON object a line: time (UTC), level, logger, message or the fields of a request."""
+
+    converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
         entry: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
