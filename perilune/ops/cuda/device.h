@@ -30,9 +30,6 @@ typedef u16 bf16;
 DEVICE u32 bits(float x) { return __float_as_uint(x); }
 DEVICE float from_bits(u32 x) { return __uint_as_float(x); }
 
-// What the compiler knows of these registers ends here: it does not keep what it has computed from them for later use.
-DEVICE void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-
 // Of one instruction each; results and operands below 2^-126 are 0.
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -116,34 +113,7 @@ DEVICE void copy_async(void* shared, const void* global, bool there = true) {
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
 
-// 2, 4 or 8 bytes that no kernel writes while this one runs; loads happen in the order in which they are written down.
-template <class T> DEVICE T load_in_order(const void* p);
-template <> __device__ __forceinline__ u16 load_in_order<u16>(const void* p) {
-    u16 v;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(__cvta_generic_to_global(p)));
-    return v;
-}
-template <> __device__ __forceinline__ u32 load_in_order<u32>(const void* p) {
-    u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)));
-    return v;
-}
-template <> __device__ __forceinline__ float load_in_order<float>(const void* p) {
-    return from_bits(load_in_order<u32>(p));
-}
-template <> __device__ __forceinline__ float2 load_in_order<float2>(const void* p) {
-    float2 v;
-    asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(__cvta_generic_to_global(p)));
-    return v;
-}
-
-// 16 bytes that no kernel writes while this one runs; and 16 bytes that this kernel does not read again.
-DEVICE uint4 load_once(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(p)));
-    return v;
-}
+// 16 bytes that this kernel does not read again.
 DEVICE void store_once(void* p, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

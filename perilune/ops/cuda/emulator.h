@@ -247,7 +247,6 @@ inline float half_of(u32 two, int which) { return from_bits(which ? two & 0xffff
 #define blockIdx (emulator::block.index)
 #define gridDim (emulator::block.grid)
 
-inline void forget(uint4&) {}
 inline float exp2_fast(float x) { return emulator::flushed(std::exp2(x)); }
 inline float log2_fast(float x) { return std::log2(emulator::flushed(x)); }
 inline float reciprocal(float x) { return emulator::flushed(1.0f / emulator::flushed(x)); }
@@ -367,6 +366,4 @@ template <int PENDING> inline void copy_wait() {
     }
 }
 
-template <class T> inline T load_in_order(const void* p) { T v; memcpy(&v, p, sizeof v); return v; }
-inline uint4 load_once(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
 inline void store_once(void* p, uint4 v) { memcpy(p, &v, 16); }

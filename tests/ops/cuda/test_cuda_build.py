@@ -16,7 +16,8 @@ from perilune.ops.kda.cuda import prepare
 PACKAGE = Path(perilune.__file__).parent
 SOURCE = '#include "device.h"\nKERNEL(64, 1) f(float* a, int n) { a[threadIdx.x] = n * FACTOR; }\n'
 SOURCES = sorted(PACKAGE.rglob("*.cu"))
-SIZES = {"key_dim": 128, "value_dim": 128, "taps": 4, "bins": 1000}
+SIZES = {"key_dim": 128, "value_dim": 128, "bins": 1000}  # others: 4
+FLAGS = (False, True)
 
 
 def kernels(source: Path) -> list[Kernel]:
@@ -24,11 +25,17 @@ def kernels(source: Path) -> list[Kernel]:
     name = ".".join(source.with_suffix("").relative_to(PACKAGE.parent).parts)
     module = importlib.import_module(name)
     (make,) = (f for n, f in vars(module).items() if n.strip("_") == "kernel")
-    parameters = inspect.signature(make).parameters
     return [
-        make(**{n: SIZES.get(n, None if "None" in str(p.annotation) else flag) for n, p in parameters.items()})
-        for flag in (False, True)
+        make(**{n: value(n, str(p.annotation), flag) for n, p in inspect.signature(make).parameters.items()})
+        for flag in FLAGS
     ]
+
+
+def value(name: str, annotation: str, flag: bool) -> bool | int | None:
+    """An argument of a function that makes a kernel."""
+    if annotation == "int":
+        return SIZES.get(name, 4)
+    return flag if annotation == "bool" else None
 
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
