@@ -116,7 +116,11 @@ class PagePool:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages."""
-        self.bytes_PR[list(targets)] = self.bytes_PR[list(sources)]
+        if self.bytes_PR.is_cuda:  # one launch each way
+            self.bytes_PR[list(targets)] = self.bytes_PR[list(sources)]
+            return
+        for source, target in zip(sources, targets, strict=True):
+            self.bytes_PR[target].copy_(self.bytes_PR[source])
 
     def read_bytes(self, pages: Sequence[int]) -> list[bytes]:
         """Contents of pages."""
