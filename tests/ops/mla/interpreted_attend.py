@@ -21,6 +21,7 @@ CASES = [  # batch, tokens, past, heads, K, V, documents
     (2, 50, 0, 2, 24, 16, 3),
     (1, 64, 0, 1, 5, 4, 40),
 ]
+WIDE, TALL = Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)
 
 
 def packed(batch: int, tokens: int, documents: int) -> Segments | None:
@@ -44,9 +45,16 @@ def results(inputs: list[Tensor], dout: Tensor, *arguments, **options) -> list[T
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tiles", [Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "tiles"),
+    [
+        *((case, torch.float32, WIDE) for case in CASES),
+        (CASES[0], torch.float32, TALL),
+        (CASES[4], torch.float32, TALL),
+        (CASES[4], torch.float16, WIDE),
+    ],
+    ids=str,
+)
 def test_values_and_gradients(case: tuple, dtype: torch.dtype, tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attend, "forward_tiles", lambda _: tiles)
     monkeypatch.setattr(triton_attend_backward, "backward_tiles", lambda _: (tiles, tiles))
