@@ -25,8 +25,8 @@ from perilune.errors import CheckpointError
 from perilune.serve.penalties import TokenCounts, add_biases, penalised
 from perilune.serve.request import SamplingParams, TokenLogprob
 
-_SHORTLIST = 128
-"""Largest logits looked at before the whole vocabulary is sorted: a peaked model reaches top_p well within them."""
+_SHORTLISTS = (128, 2048)
+"""Largest logits looked at before a row is sorted as a whole: a peaked model reaches top_p well within them."""
 
 Mask = NDArray[np.bool_]
 """[Z]: which tokens may come next."""
@@ -199,13 +199,19 @@ def _top_p_cutoff(logits_NZ: Tensor, weights_NZ: Tensor, scale_N1: Tensor, top_p
     """
     vocab = logits_NZ.shape[-1]
     goal_N1 = weights_NZ.cumsum(-1, dtype=torch.float64)[:, -1:] * top_p_N1.to(logits_NZ.device)
-    for size in (min(_SHORTLIST, vocab), vocab):
-        value_NS = logits_NZ.topk(size, dim=-1).values if size < vocab else logits_NZ.sort(-1, descending=True).values
-        mass_NS = torch.exp((value_NS - value_NS[:, :1]) * scale_N1).cumsum(-1, dtype=torch.float64)
-        short_N1 = (mass_NS < goal_N1).sum(-1, keepdim=True)  # tokens before the one that reaches the goal
-        if size == vocab or int(short_N1.max()) < size:
+    cutoff_N1 = torch.empty_like(logits_NZ[:, :1])
+    left = torch.arange(len(logits_NZ), device=logits_NZ.device)  # rows whose cut-off is not found yet
+    for size in (*(size for size in _SHORTLISTS if size < vocab), vocab):
+        some_NZ = logits_NZ[left]
+        value_NS = some_NZ.topk(size, dim=-1).values if size < vocab else some_NZ.sort(-1, descending=True).values
+        mass_NS = torch.exp((value_NS - value_NS[:, :1]) * scale_N1[left]).cumsum(-1, dtype=torch.float64)
+        short_N = (mass_NS < goal_N1[left]).sum(-1)  # tokens before the one that reaches the goal
+        found_N = (short_N < size) | (size == vocab)
+        cutoff_N1[left[found_N]] = value_NS.gather(-1, short_N[:, None].clamp_max(size - 1))[found_N]
+        left = left[~found_N]
+        if not len(left):
             break
-    return value_NS.gather(-1, short_N1.clamp_max(size - 1))
+    return cutoff_N1
 
 
 def pick(weights_NZ: Tensor, numbers_N: NDArray[np.float64]) -> list[int]:

@@ -61,7 +61,7 @@ class Endpoint:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one.
+    """A socket that takes connections; port 0 takes a free one.
 
     Raises:
         CapacityError: the port is taken.
@@ -72,6 +72,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(2048)  # who connects from now on waits until the application has started
         return listener
     except OverflowError:
         raise ConfigError(f"--port {port} must be a whole number in 0..65535") from None
