@@ -134,7 +134,7 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli):
 )
 def test_mistakes_are_told(cli, args, code, words):
     done = cli(*args)
-    assert done.returncode == code and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
+    assert done.returncode in codes and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
 
 
 def test_help_goes_to_stdout(cli):
@@ -225,12 +225,13 @@ def test_a_machine_that_refuses_namespaces_is_told_which_call_it_was(home):
         "open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\nopen('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
         "from perilune.cli.main import main\nsys.exit(main(['sandbox', *sys.argv[1:]]))"
     )
-    for args, code in ((["run", "--", "true"], 1), (["doctor"], 1)):
+    # Another driver may work all the same, and one is enough for doctor.
+    for args, codes in ((["run", "--", "true"], (1,)), (["doctor"], (0, 1))):
         done = subprocess.run(
             [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
             env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
         )  # fmt: skip
-        assert done.returncode == code and "unshare(0x10000000)" in done.stdout + done.stderr, done
+        assert done.returncode in codes and "unshare(0x10000000)" in done.stdout + done.stderr, done
         assert "Traceback" not in done.stderr
 
 
