@@ -134,7 +134,7 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli):
 )
 def test_mistakes_are_told(cli, args, code, words):
     done = cli(*args)
-    assert done.returncode in codes and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
+    assert done.returncode == code and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
 
 
 def test_help_goes_to_stdout(cli):
