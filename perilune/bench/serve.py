@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,7 @@ async def drive(
     """Run a trace against a server; with an admin port, watch its pages meanwhile."""
     import httpx
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request would bury the rows
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(headers=headers, timeout=60) as client:
         card = (await client.get(url + "/v1/models")).json()["data"][0]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import httpx
@@ -111,27 +112,38 @@ def test_instructor_gets_its_type(talkative):
         assert isinstance(made, Choice)
 
 
-def test_lm_eval_scores_a_local_task(server, tmp_path):
-    """Its client for local completions reads log-probabilities of prompts and texts until a stop string."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
+def test_lm_eval_runs_a_local_task(server, tmp_path, monkeypatch):
+    """Its client for local completions, on a task of its own kind that lies in a file: scores are those of the server."""
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    from lm_eval.tasks import TaskManager
 
-    model = LocalCompletionsAPI(
-        base_url=server.url + "/v1/completions", model="tiny", tokenizer_backend=None, tokenized_requests=False,
-        max_length=400, batch_size=1, num_concurrent=1, max_retries=1,
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    questions = [{"q": f"{n} + 1 =", "a": [f" {n + 1}", f" {n + 2}"], "right": 0} for n in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    task = {
+        "task": "sums", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}, "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{a}}", "doc_to_target": "{{right}}", "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))  # JSON is YAML
+    arguments = {
+        "base_url": server.url + "/v1/completions", "model": "tiny", "tokenizer_backend": "remote", "max_length": 400,
+        "max_retries": 1, "num_concurrent": 1,
+    }  # fmt: skip
+    results = lm_eval.simple_evaluate(
+        model="local-completions", model_args=arguments, tasks=["sums"], bootstrap_iters=0, log_samples=True,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )  # fmt: skip
-    text = Instance("generate_until", {}, ("one two", {"until": ["\n"], "max_gen_toks": 6, "temperature": 0}), 0)
-    assert isinstance(model.generate_until([text], disable_tqdm=True)[0], str)
 
-    # Scored ids, as its client sends them for multiple choice: the sum must be that of the server's own scores.
-    prompt, ending = list(b"one two"), list(b" three")
-    answer = httpx.post(
-        server.url + "/v1/completions",
-        json={"prompt": prompt + ending, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1},
-        timeout=60,
-    ).json()
-    scored = model.parse_logprobs(answer, tokens=[prompt + ending], ctxlens=[len(prompt)])  # pyright: ignore
-    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
-    assert scored[0][0] == pytest.approx(sum(logprobs[len(prompt) : -1]))
-    assert scored[0][1] in (True, False) and len(logprobs) == len(prompt + ending) + 1
+    def score(question: str, ending: str) -> float:
+        body = {"prompt": question + ending, "max_tokens": 0, "logprobs": 0, "echo": True}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+        return sum(answer["choices"][0]["logprobs"]["token_logprobs"][len(question) :])
+
+    for sample in results["samples"]["sums"]:
+        document = sample["doc"]
+        scores = [float(pair[0][0]) for pair in sample["resps"]]
+        assert scores == pytest.approx([score(document["q"], ending) for ending in document["a"]], abs=1e-6)
+    assert 0 <= results["results"]["sums"]["acc,none"] <= 1

@@ -65,6 +65,7 @@ def create_app(
         route("/metrics", information.metrics, "GET"),
         route("/openapi.json", describe, "GET"),
         route("/tokenize", information.tokenize, "POST"),
+        route("/tokenizer_info", information.tokenizer_info, "GET"),
         route("/detokenize", information.detokenize, "POST"),
         route("/v1/models", information.models, "GET"),
         route("/v1/models/{name:path}", information.model, "GET"),

@@ -112,6 +112,13 @@ class Information:
             body["token_strs"] = [words.text(token_id) for token_id in ids]
         return json_response(body)
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: asked by evaluation clients. No text spells a control token, so none is named."""
+        self._context.access.check(request)
+        tokenizer = self._context.words.tokenizer
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token"))
+        return json_response({"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size} | names)
+
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: control tokens are written by name."""
         asked = await self._context.read(request, DetokenizeRequest)
