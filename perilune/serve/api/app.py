@@ -84,7 +84,7 @@ def create_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestLog, metrics=context.metrics, paths=frozenset(route.path for route in routes))],
+        middleware=[Middleware(RequestLog, metrics=context.metrics, paths=frozenset(one.path for one in routes))],
         exception_handlers={HTTPException: on_error},  # no such path or method
         lifespan=lifespan,
     )
