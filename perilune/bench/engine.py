@@ -215,7 +215,8 @@ def _scheduler_step(length: int) -> Callable[[], Any]:
     geometry = cache_geometry(preset("k3"), tensor_parallel=8)
     rows = ROWS_OF_SCHEDULER
     cache = HybridCache(geometry, rows * (geometry.pages_for(length + 65536) + 4 * geometry.groups))
-    scheduler = Scheduler(cache, Limits(sequences=rows, step_tokens=1 << 30, chunk=1 << 30))
+    limits = Limits(sequences=rows, step_tokens=1 << 30, chunk=1 << 30, classes=ONE_CLASS)
+    scheduler = Scheduler(cache, limits)
     for index in range(rows):
         ids = [index] * length
         scheduler.add(Sequence(f"s{index}", ids, TokenChain(RootKey(model="m"), geometry.unit, ids)))

@@ -162,7 +162,9 @@ class Scheduler:
         step = self.cache.begin_step()
         self._planned.clear()
         decode = self._plan_decoding(step)
-        prefill = self._plan_prompts(step, self.limits.step_tokens - len(decode))
+        prefill = []
+        if len(decode) < len(self.running) or self.waiting:
+            prefill = self._plan_prompts(step, self.limits.step_tokens - len(decode))
         if not decode and not prefill:
             self._drop_empty(step)
             self._unblock()

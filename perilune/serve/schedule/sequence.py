@@ -16,7 +16,7 @@ class Sequence:
     Args:
         name: unique among all sequences of an engine.
         ids: the prompt.
-        chain: digests of the prompt.
+        chain: digests of the prompt; drawn tokens are added unit by unit.
         turn_ends: tokens before the end of each message, as the renderer gives them.
         priority: lower goes first, and is preempted last.
         content: what an engine hangs on it; not looked at here.
@@ -73,10 +73,10 @@ class Sequence:
         return len(self.ids) - self.scheduled
 
     def append(self, token_id: int) -> None:
-        """Add a drawn token."""
+        """Add a drawn token; the chain gets it with the others of its unit, as only whole units have a digest."""
         self.ids.append(token_id)
-        if self.extends_chain:
-            self.chain.extend((token_id,))
+        if len(self.ids) % self.chain.unit == 0 and self.extends_chain:
+            self.chain.extend(self.ids[len(self.chain) :])
 
     def __repr__(self) -> str:
         """For messages of invariants."""

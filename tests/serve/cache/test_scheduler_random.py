@@ -118,7 +118,7 @@ def name_other_tokens(patch):
 
     def append(self, token_id):
         self.ids.append(token_id)
-        self.chain.extend((0,))
+        self.chain.extend([0] * (len(self.ids) - len(self.chain)))
 
     patch.setattr(Sequence, "append", append)
 
