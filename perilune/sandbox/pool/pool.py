@@ -104,10 +104,15 @@ class Pool:
 
     def own_snapshot(self, entry: Entry, *, pause: bool) -> None:
         """Save a sandbox for the pool's own purposes; the one before is dropped."""
+        record = entry.sandbox.record
+        if record.own_snapshot is not None:
+            # Said first, so that a kill forgets none; it goes only when it is nobody's newest any more.
+            self.reaper.drop(record.own_snapshot)
         snapshot = entry.sandbox.pause() if pause else entry.sandbox.checkpoint()
         assert snapshot is not None, "a pause to the store makes a snapshot"
         entry.saved = time.monotonic()
-        self._own(entry.sandbox.record, snapshot.id)
+        record.own_snapshot = snapshot.id
+        self.home.save(record)
 
     # Sandboxes
 
@@ -184,6 +189,9 @@ class Pool:
                         break
                     return entry
             sandbox = self.sandboxes.open(name)
+            if sandbox.record.parked:
+                # Whoever parked it may have been killed before this was written down.
+                sandbox.record.own_snapshot = sandbox.snapshot
             self.entries[sandbox.id] = entry = Entry(sandbox)
             return entry
 
@@ -246,15 +254,11 @@ class Pool:
             before = sandbox.record
             left = max(1.0, before.ends - time.time()) if before.ends else 0.0
             made = sandbox.fork(count)
-            self._own(before, sandbox.snapshot)
+            if before.own_snapshot is not None:
+                self.reaper.drop(before.own_snapshot)
+            before.own_snapshot = sandbox.snapshot  # Nobody was told of it.
+            self.home.save(before)
             return [self._enter(one, left, before.idle_seconds).sandbox for one in made]
-
-    def _own(self, record: Record, snapshot: str | None) -> None:
-        """Note a snapshot that nobody was told of; the one before it is dropped."""
-        before, record.own_snapshot = record.own_snapshot, snapshot
-        self.home.save(record)
-        if before is not None:
-            self.reaper.drop(before)
 
     def destroy(self, name: str) -> None:
         """End a sandbox for good, or strike a lost one off the list. Raises SandboxError if there is none."""

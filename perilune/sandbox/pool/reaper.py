@@ -177,5 +177,5 @@ class Reaper:
             if (old or over) and not home.is_live(record.id):
                 with contextlib.suppress(SandboxError):
                     home.remove(record.id)
-                    if record.own_snapshot is not None:
-                        self.drop(record.own_snapshot)
+                    for snapshot in {record.own_snapshot, record.snapshot if record.parked else None} - {None}:
+                        self.drop(str(snapshot))
