@@ -4,7 +4,7 @@
 | ------ | ----------------------- | --------------------------- | ---------------- |
 | chat, agent, shared, mix | prefix cache on | prefix cache off | time to first token, and the time of a token |
 | burst  | budgets for each class  | one queue for all           | time to first token of short requests; idle beside it |
-| abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything |
+| abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything, always a closed loop |
 
 All of these are our own engine with a part of it switched off: they say what the part is worth, not how other engines do.
 Every request counts from the moment at which the trace wanted it sent.
@@ -134,10 +134,14 @@ def run(
         if name not in SCENARIOS:
             raise ConfigError(f"there is no scenario {name!r}; there are: {', '.join(SCENARIOS)}")
     began, rows = time.monotonic(), []
-    shape = f"{load.requests} requests, " + (f"{load.concurrency} clients" if load.concurrency else f"{load.rate:g}/s")
-    shape += f", {url or f'{plan.preset} {plan.dtype}, context {plan.context}'}, seed {load.seed}"
+    place = url or f"{plan.preset} {plan.dtype}, context {plan.context}"
     known = read(results) if results.exists() else []
     for name in scenarios:
+        given = load
+        if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
+            given = replace(load, concurrency=8)
+        pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
+        shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
         had = [
             row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
         ]
@@ -146,7 +150,7 @@ def run(
             continue
         if budget is not None and time.monotonic() - began > budget:
             break
-        outcomes = _foreign(name, load, url, key) if url else _own(name, load, replace(plan, device=device))
+        outcomes = _foreign(name, given, url, key) if url else _own(name, given, replace(plan, device=device))
         if details is not None:
             write_details(details / f"serve-{name}.json", name, shape, outcomes)
         for row in rows_of(name, shape, device, outcomes):
@@ -251,7 +255,7 @@ def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome])
     whole = {
         "requests_per_second": len(ours.of("all")) / ours.seconds, "tokens_per_second": ours.drawn / ours.seconds,
         "goodput_per_second": ours.goodput(), "hit_ratio": ours.hit_ratio,
-        "refused": float(sum(one.status not in (200, 499) for one in ours.records)),
+        "refused": float(sum(bool(one.kind) and one.status not in (200, 499) for one in ours.records)),
         "left": float(sum(one.status == 499 for one in ours.records)),
     }  # fmt: skip
     if peer:
