@@ -60,12 +60,13 @@ def _seconds(request: Mapping[str, Any], what: str) -> float | None:
 
 def percentiles(name: str, outcomes: Mapping[str, Any], what: str) -> Bars | None:
     """Percentiles of the time to the first token, or of the time of each later one, by class of prompt."""
+    scale, unit = (1.0, "seconds") if what == "first" else (1e3, "ms")
     found: dict[str, dict[str, list[float]]] = {}
     for label, outcome in outcomes.items():
         for request in outcome["requests"]:
             seconds = _seconds(request, what)
             if seconds is not None:
-                found.setdefault(request["kind"], {}).setdefault(label, []).append(1e3 * seconds)
+                found.setdefault(request["kind"], {}).setdefault(label, []).append(scale * seconds)
     kinds = [kind for kind in KINDS if kind in found]
     if not kinds:
         return None
@@ -80,7 +81,7 @@ def percentiles(name: str, outcomes: Mapping[str, Any], what: str) -> Bars | Non
         title=f"{words}, trace {name}",
         caption="Percentiles over the requests of a class; a request counts from the moment at which it was due.",
         categories=[f"{kind} p{p}" for kind in kinds for p in _PERCENTILES],
-        groups=[(label, values(label)) for label in labels], y_label="ms", y_log=True,
+        groups=[(label, values(label)) for label in labels], y_label=unit, y_log=True, show_values=len(labels) < 3,
     )  # fmt: skip
 
 
