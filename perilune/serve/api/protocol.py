@@ -89,7 +89,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     priority: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    request_id: str | None = None
 
     def unsupported(self) -> list[tuple[str, bool]]:
         """(field, whether it asks for something that this server does not do)."""
