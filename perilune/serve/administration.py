@@ -198,7 +198,7 @@ def metrics(core: EngineCore) -> EngineMetrics:
     def look() -> EngineMetrics:
         scheduler, totals, cache = core.scheduler, core.totals, core.cache.metrics()
         counters, waiting = cache.counters, dict.fromkeys((kind.name for kind in scheduler.limits.classes), 0)
-        for sequence in scheduler.queued():
+        for sequence in scheduler.queues:
             waiting[scheduler.limits.classes[sequence.kind].name] += 1
         return EngineMetrics(
             running=len(scheduler.running),

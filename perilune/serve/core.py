@@ -96,7 +96,7 @@ class EngineCore:
 
     def position(self, job: LocalJob) -> int:
         """See `LocalJob.position`; as of some recent step."""
-        return min((self.scheduler.position(sequence) for sequence in job.prompts), default=0)
+        return min((self.scheduler.queues.position(sequence) for sequence in job.prompts), default=0)
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread between two steps; returns, or raises, what it does."""

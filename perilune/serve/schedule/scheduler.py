@@ -11,18 +11,15 @@ under way: a prompt's next chunk can be planned before the last one has finished
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from perilune.errors import CapacityError, ConfigError
 from perilune.serve.cache import Admission, HybridCache
 from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, service_classes
 from perilune.serve.schedule.plan import Plan, Row
+from perilune.serve.schedule.queues import Queues, importance
 from perilune.serve.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
-
-PATIENCE = 64  # requests that may overtake one that finds no pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +60,7 @@ class Scheduler:
 
     Attributes:
         running: admitted sequences, in the order of admission.
+        queues: those that wait.
         preempted: times that a sequence had to start again.
         steps: planned so far.
         refused: sequences that the pool could never hold, with the reason; whoever calls `plan` takes them out.
@@ -73,11 +71,9 @@ class Scheduler:
         self.running: dict[str, Sequence] = {}
         self.refused: list[tuple[Sequence, CapacityError]] = []
         self.preempted = self.steps = 0
-        self._queues: list[list[tuple[int, int, Sequence]]] = [[] for _ in limits.classes]
-        self._waiting = [0] * len(limits.classes)
+        self.queues = Queues(len(limits.classes))
         self._slots = [0] * len(limits.classes)
         self._arrivals = 0
-        self._overtaken: dict[str, tuple[Sequence, int]] = {}  # those that found no pages, and by how many
         self._under_way: deque[Plan] = deque()
         self._planned: set[str] = set()  # sequences that get tokens in the step that is being planned
 
@@ -86,7 +82,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences in the queues."""
-        return sum(self._waiting)
+        return len(self.queues)
 
     @property
     def idle(self) -> bool:
@@ -98,40 +94,14 @@ class Scheduler:
         self._arrivals += 1
         sequence.order = self._arrivals
         sequence.kind = class_of(sequence.prompt, self.limits.classes)
-        self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.state = WAITING
-        self._waiting[sequence.kind] += 1
-        heapq.heappush(self._queues[sequence.kind], (sequence.priority, sequence.order, sequence))
-
-    def _head(self, kind: int) -> Sequence | None:
-        queue = self._queues[kind]
-        while queue and queue[0][2].state != WAITING:  # aborted while it waited
-            heapq.heappop(queue)
-        return queue[0][2] if queue else None
-
-    def queued(self) -> Iterator[Sequence]:
-        """Waiting sequences, class by class, in no particular order."""
-        for queue in self._queues:
-            yield from (sequence for _, _, sequence in queue if sequence.state == WAITING)
-
-    def position(self, sequence: Sequence) -> int:
-        """Sequences of its class in front of a waiting one; 0 if it runs."""
-        if sequence.state != WAITING:
-            return 0
-        key = (sequence.priority, sequence.order)
-        return sum(
-            (other.priority, other.order) < key for other in self.queued() if other.kind == sequence.kind
-        )  # fmt: skip
+        self.queues.push(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """A sequence is done, or aborted at whatever point; no more rows of it are planned."""
         if sequence.state == RUNNING:
             self._stop(sequence)
         elif sequence.state == WAITING:
-            self._waiting[sequence.kind] -= 1
-            self._overtaken.pop(sequence.name, None)
+            self.queues.leave(sequence)
         sequence.state = ENDED
         self._free_followers(sequence)
 
@@ -153,7 +123,7 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.scheduled = sequence.computed = 0
         sequence.chain.extend(sequence.ids[len(sequence.chain) :])
-        self._queue(sequence)
+        self.queues.push(sequence)
 
     # ---- planning
 
@@ -178,7 +148,7 @@ class Scheduler:
         """Nothing can go on although nothing is under way: the least important sequence makes room, or is given up."""
         if self._under_way or not self.running or self.cache.lent:
             return
-        worst = max(self.running.values(), key=_importance)
+        worst = max(self.running.values(), key=importance)
         if len(self.running) > 1:
             self.preempt(worst)
             return
@@ -199,7 +169,7 @@ class Scheduler:
     def _plan_decoding(self, step: int) -> list[Row]:
         """One token for each sequence that has only its last one left."""
         ready = [s for s in self.running.values() if s.scheduled == len(s.ids) - 1 and s.scheduled >= s.prompt]
-        ready.sort(key=_importance)
+        ready.sort(key=importance)
         rows: list[Row] = []
         for sequence in ready[: self.limits.step_tokens]:
             if sequence.state != RUNNING:  # preempted for one before it
@@ -223,8 +193,8 @@ class Scheduler:
     def _victim(self, wanting: Sequence) -> Sequence | None:
         """The least important sequence that can make room for `wanting`, and is not more important."""
         others = [sequence for sequence in self._movable() if sequence is not wanting]
-        worst = max(others, key=_importance, default=None)
-        return worst if worst is not None and _importance(worst) > _importance(wanting) else None
+        worst = max(others, key=importance, default=None)
+        return worst if worst is not None and importance(worst) > importance(wanting) else None
 
     def _extend(self, step: int, sequence: Sequence, tokens: int) -> Row | None:
         chunk = self.cache.extend(step, sequence.name, tokens)
@@ -244,10 +214,10 @@ class Scheduler:
             if sequence.left > (sequence.scheduled >= sequence.prompt):  # its last token alone is decoding
                 prompts[sequence.kind].append(sequence)
         for kind in prompts:
-            kind.sort(key=_importance)
+            kind.sort(key=importance)
         given: dict[str, int] = {}
         used = [0] * len(classes)
-        at_work = [bool(prompts[k] or self._waiting[k]) for k in range(len(classes))]
+        at_work = [bool(prompts[k] or self.queues.count(k)) for k in range(len(classes))]
         left = budget
         for kind, shares in enumerate(classes):
             own = min(left, int(shares.tokens * budget)) if at_work[kind] else 0
@@ -304,26 +274,19 @@ class Scheduler:
 
     def _admit(self, kind: int) -> Sequence | None:
         """Admit the first waiting sequence of a class; None if none waits, or it must wait on."""
-        sequence = self._head(kind)
-        if sequence is None:
+        sequence = self.queues.head(kind)
+        if sequence is None or self.queues.must_wait(sequence):
             return None
-        for other, count in self._overtaken.values():
-            if count >= PATIENCE and _importance(other) < _importance(sequence):
-                return None
         while (free := self._free_slots(kind)) < 1 or (admission := self._ask(sequence)) is None:
             if sequence.state != WAITING:  # the pool can never hold it
                 return self._admit(kind)
             victim = self._outranked(sequence)
             if victim is None:
                 if free > 0:  # it lacks pages; that others keep the slots of their class is not to be held against them
-                    self._overtaken.setdefault(sequence.name, (sequence, 0))
+                    self.queues.found_no_pages(sequence)
                 return None
             self.preempt(victim)
-        heapq.heappop(self._queues[kind])
-        self._waiting[kind] -= 1
-        self._overtaken.pop(sequence.name, None)
-        for name, (other, count) in self._overtaken.items():
-            self._overtaken[name] = other, count + 1
+        self.queues.pop(kind)
         sequence.state = RUNNING
         sequence.scheduled = sequence.computed = admission.resume
         if sequence.resume is None:
@@ -350,7 +313,7 @@ class Scheduler:
     def _outranked(self, sequence: Sequence) -> Sequence | None:
         """A running sequence of a worse priority number that can start again for a waiting one."""
         others = [other for other in self._movable() if other.priority > sequence.priority]
-        return max(others, key=_importance, default=None)
+        return max(others, key=importance, default=None)
 
     # ---- results
 
@@ -391,8 +354,3 @@ class Scheduler:
     def _finish_empty(self) -> None:
         while self._under_way and not self._under_way[0].rows:
             self.cache.finish_step(self._under_way.popleft().step)
-
-
-def _importance(sequence: Sequence) -> tuple[int, int]:
-    """Sorts what goes first to the front."""
-    return sequence.priority, sequence.order
