@@ -24,13 +24,15 @@ TOKENIZER = ByteTokenizer()
 DRAWN = SamplingParams(seed=0, max_tokens=48, logprobs=0, ignore_eos=True)
 
 
-def engine(**settings) -> LocalEngine:
+def engine(context_length: int = 8192, **settings) -> LocalEngine:
     model = init_weights(Transformer(dataclasses.replace(small(), vocab_size=TOKENIZER.vocab_size)), 0).cuda().eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(4.0 / model.lm_head.weight.std() / model.cfg.hidden_size**0.5)
     compute_in(model, torch.bfloat16)
     settings = {"cache_bytes": 2**29} | settings
-    return LocalEngine(model, TOKENIZER, name="small", settings=EngineSettings(**settings))
+    return LocalEngine(
+        model, TOKENIZER, name="small", context_length=context_length, settings=EngineSettings(**settings)
+    )  # fmt: skip
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -72,12 +74,7 @@ def test_trainer_and_server_agree():
 
 
 def test_tiers_give_back_what_was_evicted():
-    running = engine(cache_bytes=0, host_bytes=2**30)
-    running.close()
-    running = LocalEngine(
-        running.core.runner.model, TOKENIZER, name="small", context_length=1024,
-        settings=EngineSettings(cache_bytes=0, host_bytes=2**30),
-    )  # fmt: skip
+    running = engine(context_length=1024, cache_bytes=0, host_bytes=2**30)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     first = [served(running, text(seed, 900), greedy) for seed in range(5)]
     again = [served(running, text(seed, 900), greedy) for seed in range(5)]
