@@ -17,8 +17,8 @@ class EngineSettings:
     """Settings of an engine.
 
     Attributes:
-        cache_bytes: of the page pool; None = 256 MiB on the CPU, 60 % of the free memory of a GPU. It is never less than one
-            request of the whole context needs.
+        cache_bytes: of the page pool; None = 256 MiB on the CPU; on a GPU 60 % of its free memory, but no more than 256
+            requests of the whole context need. It is never less than one of them needs.
         prefix_cache: whether prompts may skip what is cached.
         unit: tokens of a hash unit; None = derived from the model.
         retention: where states are kept, see `cache.retention`.
@@ -85,7 +85,10 @@ class EngineSettings:
         """
         wanted = self.cache_bytes
         if wanted is None:
-            wanted = 2**28 if free_bytes is None else int(0.6 * free_bytes)
+            wanted = 2**28
+            if free_bytes is not None:
+                whole = (geometry.pages_for(context_length) + 4 * geometry.groups) * geometry.page_bytes
+                wanted = min(int(0.6 * free_bytes), 256 * whole)
         # A hit pins the pages it copies from beside its own, and a checkpoint is written while the last one is held.
         least = 2 * geometry.pages_for(context_length) + 4 * geometry.groups + 2
         return max(least, wanted // geometry.page_bytes)
