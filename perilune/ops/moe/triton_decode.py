@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-HIDDEN, OUTPUT = Tile(8, 512, 4), Tile(8, 512, 4)
+HIDDEN = OUTPUT = Tile(4, 1024, 4)  # the fastest of those measured on one H200
 
 
 @triton.jit

@@ -28,7 +28,6 @@ class Config(NamedTuple):
         weights: of a weight's gradient; `columns` of it, and `weight_rows` rows.
         weight_rows: see `weights`.
         group: tiles of rows that take turns with one tile of columns.
-        engine: whether the copy engine writes the weights' gradients, from a buffer in shared memory, or the threads do.
     """
 
     rows: int
@@ -37,10 +36,9 @@ class Config(NamedTuple):
     weights: Tiles
     weight_rows: int
     group: int = 8
-    engine: bool = False
 
 
-MANY = 160  # routed rows an expert from which 128 rows a tile waste less than they gain
+MANY = 80  # routed rows an expert from which 128 rows a tile waste less than they gain: they win at 96 and above
 
 # What a multiprocessor has bounds them: 227 KiB of shared memory for the steps in flight and the tile that is written, and
 # 65536 registers. Several small programs hide each other's ends; large tiles read less.

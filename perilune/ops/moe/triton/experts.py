@@ -141,10 +141,8 @@ def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: R
     count = experts * blocks(rows, tiles.weight_rows) * blocks(columns, of.columns)
     products.weight_kernel[_at_most(count, left_RM, of)](
         _tiled(left_RM, of.depth, tiles.weight_rows), _tiled(right_RN, of.depth, of.columns),
-        TensorDescriptor.from_tensor(out_EMN, [1, tiles.weight_rows, of.columns]) if tiles.engine else out_EMN,
-        plan.start_E1,
-        experts, TILE=plan.tile, M=rows, N=columns, BM=tiles.weight_rows, BN=of.columns, BK=of.depth,
-        ENGINE=tiles.engine, **_settings(left_RM, of, tiles),
+        out_EMN, plan.start_E1, experts, TILE=plan.tile, M=rows, N=columns, BM=tiles.weight_rows, BN=of.columns, BK=of.depth,
+        **_settings(left_RM, of, tiles),
     )  # fmt: skip
     return out_EMN
 

@@ -1,6 +1,6 @@
 """Routing on a CUDA device: scores, top-(k+1), weights and counts in one launch; the weights' gradient in another.
 
-A program takes a token, whose E keys lie in a warp's registers. Not every key has to be sorted: of the largest key of
+A program takes a token, whose E keys lie in the registers of a warp or two. Not every key has to be sorted: of the largest key of
 each of 32 groups, the (k+1)-th is a bound that at least k+1 keys reach, and seldom more than two dozen. These few are
 written side by side, read back, and each is ranked by counting the larger ones. Where more than LIMIT keys reach the
 bound (many equal scores), k+1 rounds of a maximum find the same.
@@ -22,10 +22,11 @@ from torch import Tensor
 from perilune.ops.triton.gates import sigmoid
 from perilune.ops.triton.sizes import power_of_two
 
-LIMIT = 64  # keys that are ranked
+SMALL = 64  # up to so many keys all are ranked
+LIMIT = 32  # of more keys, those that are ranked: two dozen reach the bound, more than this in one token of a hundred
 GROUPS = tl.constexpr(32)
 LARGEST_K = 31  # k + 1 groups are needed for the bound
-WARP = 1024  # keys a warp
+WARP = 512  # keys a warp
 _LOWEST = tl.constexpr(-(2**31))
 _NOTHING = tl.constexpr(-(2**63))
 _ANYTHING = tl.constexpr(2**63 - 1)
@@ -66,7 +67,7 @@ def _route_kernel(
     biased = score + tl.load(bias + at, inside, 0.0)
     key = tl.where(inside, _ordered(biased.to(tl.int32, bitcast=True)), _LOWEST)
     reached = inside
-    if BE > LIMIT:
+    if BE > LIMIT:  # then at least 4 GROUPS
         reached = inside & (key >= _bound(key, K, BE))
     found = tl.sum(reached.to(tl.int32), 0)
     if found <= LIMIT:
@@ -138,12 +139,13 @@ def route(
         torch.empty(tokens, k, device=device),
     )
     cutoff_N, counts_E = torch.empty(tokens, device=device), torch.zeros(experts, dtype=torch.int64, device=device)
-    scratch_NC = torch.empty(tokens, LIMIT, dtype=torch.int64, device=device)
+    keys = max(32, power_of_two(experts))
+    limit = SMALL if keys <= SMALL else LIMIT
+    scratch_NC = torch.empty(tokens, limit, dtype=torch.int64, device=device)
     if tokens:
-        keys = max(32, power_of_two(experts))
         _route_kernel[(tokens,)](
             logits_NE, logits_NE.stride(0), bias_E.contiguous(), scores_NE, index_NA, weight_NA, cutoff_N, counts_E,
-            scratch_NC, experts, floor, scaling_factor, K=k, BE=keys, LIMIT=LIMIT, RENORMALIZE=renormalize,
+            scratch_NC, experts, floor, scaling_factor, K=k, BE=keys, LIMIT=limit, RENORMALIZE=renormalize,
             num_warps=max(1, keys // WARP),
         )  # fmt: skip
     return index_NA, weight_NA, scores_NE, cutoff_N, counts_E
