@@ -15,10 +15,11 @@ import hashlib
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,10 +122,23 @@ class Packs:
         blobs: the store's blob folder.
     """
 
+    _shared: ClassVar[weakref.WeakValueDictionary[Path, Packs]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, blobs: Path) -> Packs:
+        """The one that all stores of this folder share in this process: what one has written the other need not check."""
+        blobs = blobs.resolve()
+        found = cls._shared.get(blobs)
+        if found is None:
+            found = cls._shared[blobs] = Packs(blobs)
+        return found
+
     def __init__(self, blobs: Path) -> None:
         self.blobs = blobs
         self._where: dict[bytes, tuple[str, int]] = {}
         self._sizes: dict[str, int] = {}
+        self._whole: dict[str, tuple[int, int, int]] = {}
+        """Packs that were read or written whole by this process, with what their files would not keep if they were changed."""
         self._lock = threading.Lock()
 
     def path(self, name: str) -> Path:
@@ -153,8 +167,11 @@ class Packs:
                 with contextlib.suppress(StoreDamaged):
                     self.note(name, self.open(name)[0])
 
-    def note(self, name: str, names: bytes) -> None:
-        """Note the pages of one pack."""
+    def note(self, name: str, names: bytes, *, whole: bool = False) -> None:
+        """Note the pages of one pack; `whole`: they were written just now."""
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            if whole:
+                self._whole[name] = self._mark(name)
         with self._lock:
             self._sizes[name] = len(names) // NAME
             for place in range(len(names) // NAME):
@@ -175,6 +192,20 @@ class Packs:
                 self._sizes = {name: size for name, size in self._sizes.items() if name not in gone}
         return [None if place is None or place[0] in gone else place for place in found]
 
+    def _check(self, name: str, names: bytes, pages: Pages) -> None:
+        """Check every page against its name, once for a file. Raises StoreDamaged."""
+        mark = self._mark(name)
+        if self._whole.get(name) == mark:
+            return
+        for place, found in enumerate(page_names(pages)):
+            if names[place * NAME : (place + 1) * NAME] != found:
+                raise StoreDamaged(f"blob {name} is corrupt: page {place} has another hash")
+        self._whole[name] = mark
+
+    def _mark(self, name: str) -> tuple[int, int, int]:
+        info = os.stat(self.path(name))
+        return info.st_ino, info.st_mtime_ns, info.st_ctime_ns
+
     def pieces(self, table: Table) -> Iterator[tuple[Numbers, Pages]]:
         """The pages of a table, pack by pack, each checked against its name; zeros as one piece.
 
@@ -189,10 +220,8 @@ class Packs:
             places = table.place[chosen]
             if places.max() >= len(pages):
                 raise StoreDamaged(f"blob {name} is truncated: it has {len(pages)} pages, place {places.max()} is used")
+            self._check(name, names, pages)
             taken = pages[places]
-            for place, found in zip(places.tolist(), page_names(taken)):
-                if names[place * NAME : (place + 1) * NAME] != found:
-                    raise StoreDamaged(f"blob {name} is corrupt: page {place} has another hash")
             yield table.number[chosen], taken
         chosen = table.pack == ZERO
         if chosen.any():
@@ -202,8 +231,8 @@ class Packs:
 class Keeps(Protocol):
     """Where packs are written: a store's batch, or a template's folder."""
 
-    def put_named(self, name: str, data: bytes) -> None:
-        """Keep a pack under its name. Raises StoreFull."""
+    def put_named(self, name: str, data: bytes) -> bool:
+        """Keep a pack under its name; returns whether it was not there yet. Raises StoreFull."""
         ...
 
 
@@ -256,8 +285,8 @@ class Writer:
             some = order[start : start + PACK_PAGES]
             head = _head(some)
             name = hashlib.sha256(head).hexdigest()
-            self.batch.put_named(name, head + pages[[fresh[one][0] for one in some]].tobytes())
-            self.packs.note(name, head[len(MAGIC) + 4 :])
+            written = self.batch.put_named(name, head + pages[[fresh[one][0] for one in some]].tobytes())
+            self.packs.note(name, head[len(MAGIC) + 4 :], whole=written)
             index = self._number(name)
             for at, one in enumerate(some):
                 pack[fresh[one]], place[fresh[one]] = index, at

@@ -94,12 +94,12 @@ class Batch:
         self.put_named(name, data)
         return name
 
-    def put_named(self, name: str, data: bytes) -> None:
-        """Store a blob whose name is known, which may be a pack's. Raises as `put`."""
+    def put_named(self, name: str, data: bytes) -> bool:
+        """Store a blob whose name is known, which may be a pack's; returns whether it was not there yet. Raises as `put`."""
         path = f"{self.store.root}/blobs/{name[:2]}/{name[2:]}"
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_size == len(data):
-                return
+                return False
         size = max(len(data), SMALL)
         if self.credit < size:
             self._borrow(size)
@@ -107,6 +107,7 @@ class Batch:
         self.store.write_file(path, data)
         self.new_bytes += len(data)
         self.fresh.append(path)
+        return True
 
     def put_file(self, name: str, file: Path) -> None:
         """Store a file whose name as a blob is known; it must never change. On one file system it is shared, not copied. Raises as `put`."""
@@ -120,7 +121,8 @@ class Batch:
         try:
             os.link(file, path)
         except OSError:  # Another file system, or one without links.
-            return self.put_named(name, file.read_bytes())
+            self.put_named(name, file.read_bytes())
+            return
         if self.store.sync == "full":
             _sync_folder(path)
         self.credit -= size
@@ -177,7 +179,7 @@ class Store:
         """Memory pages in this store."""
         from perilune.sandbox.pages import Packs  # With it comes NumPy, which files do without.
 
-        return Packs(self.root / "blobs")
+        return Packs.of(self.root / "blobs")
 
     def blob_path(self, name: str) -> Path:
         """Where a blob lies."""

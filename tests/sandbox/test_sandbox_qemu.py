@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import ConfigError
-from perilune.sandbox import Sandbox, Sandboxes, Spec
+from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.drivers import qemu_process, qemu_template
-from perilune.sandbox.drivers.qemu_channel import Channel
+from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Mismatch, StoreDamaged
 
 TESTED_DRIVERS = ("qemu",)
 DEADLINE = 60.0
+TINY = Limits(memory_bytes=128 << 20, disk_bytes=32 << 20, processes=48)
 
 # Answers what only a process that has run all the time can know. It is asked and answers through pipes that it holds open.
 KEEPER = r"""
@@ -197,10 +198,11 @@ def test_a_panic_of_one_guest_is_lost_with_a_type_and_harms_no_other(sandboxes: 
     assert sh(other, "echo well") == "well\n"
 
 
-def test_a_fork_bomb_and_a_full_memory_leave_the_agent_answering(box):
+def test_a_fork_bomb_and_a_full_memory_leave_the_agent_answering(sandboxes: Sandboxes):
+    box = sandboxes.create(Spec(limits=TINY), driver="qemu")
     result = box.exec(["sh", "-c", "bomb() { bomb | bomb & }; bomb; sleep 100"], timeout=3)
     assert result.timed_out or result.code != 0
-    fill = "dd if=/dev/zero of=/dev/null bs=600M count=1"
+    fill = "dd if=/dev/zero of=/dev/null bs=80M count=1"
     filled = box.exec(["sh", "-c", f"{fill} & {fill}; wait"], timeout=DEADLINE)
     assert filled.out_of_memory
     full = box.exec(["sh", "-c", "head -c 200000000 /dev/zero | tr '\\0' x > /workspace/full"], timeout=DEADLINE)
@@ -251,6 +253,21 @@ def test_no_machine_survives_an_owner_that_is_killed(driver, home, spec):
     os.close(pidfd)
 
 
+def test_the_command_line_gives_the_guests_output_and_exit_code_and_no_two_are_alike(driver, home):
+    seen = set()
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "perilune", "sandbox", "run", "--driver", "qemu", "--", "sh", "-c",
+             "uname -s; cat /proc/sys/kernel/random/uuid; echo aside >&2; exit 7"],
+            capture_output=True, text=True, timeout=DEADLINE * 3, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        kernel, number = done.stdout.splitlines()
+        assert done.returncode == 7 and kernel == "Linux" and done.stderr == "aside\n"
+        seen.add(number)
+    assert len(seen) == 2
+
+
 def test_the_clock_neither_runs_fast_nor_stands_still(box):
     _check_clock(box)
     sh(box, "i=0; while [ $i -lt 30000 ]; do i=$((i+1)); done")
@@ -268,7 +285,7 @@ def _check_clock(box: Sandbox) -> None:
     assert before - 0.5 < seen < after + 0.5
 
 
-def test_an_image_of_ones_own_boots(sandboxes: Sandboxes, tmp_path, spec):
+def test_an_image_of_ones_own_boots(sandboxes: Sandboxes, tmp_path):
     root = tmp_path / "root"
     (root / "bin").mkdir(parents=True)
     (root / "etc").mkdir()
@@ -280,7 +297,7 @@ def test_an_image_of_ones_own_boots(sandboxes: Sandboxes, tmp_path, spec):
     (root / "bin/busybox").chmod(0o755)
     for name in ("sh", "cat"):
         (root / "bin" / name).symlink_to("busybox")
-    box = sandboxes.create(Spec(template=str(root), limits=spec.limits), driver="qemu")
+    box = sandboxes.create(Spec(template=str(root), limits=TINY), driver="qemu")
     assert sh(box, "cat /etc/mine") == "of my own"
     with pytest.raises(GuestFileError, match="No such file"):
         box.read_file("/bin/ls")

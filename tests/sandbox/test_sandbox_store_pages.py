@@ -119,6 +119,17 @@ def test_a_damaged_pack_is_named(tmp_path, damage, said):
         read(store.packs, table)
 
 
+def test_damage_to_a_pack_that_was_checked_before_is_seen(tmp_path):
+    store = Store(tmp_path, sync="none")
+    table, _ = written(store, numbers(1, 2), content(3, 4))
+    assert Store(tmp_path, sync="none").packs is store.packs and len(read(store.packs, table)) == 2
+    path = store.blob_path(table.packs[0])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(StoreDamaged, match="corrupt"):
+        read(store.packs, table)
+
+
 def test_a_table_that_names_what_it_has_not_is_refused():
     good = Table(numbers(1, 2), numbers(0, ZERO), numbers(0, 0), ("a" * 64,))
     assert Table.decode(good.encode(), good.packs).number.tolist() == [1, 2]

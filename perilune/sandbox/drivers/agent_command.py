@@ -20,7 +20,7 @@ from perilune.errors import SandboxError
 from perilune.sandbox.protocol import GuestLost
 
 if TYPE_CHECKING:
-    from perilune.sandbox.drivers.qemu_channel import Channel
+    from perilune.sandbox.drivers.agent_channel import Channel
 
 
 class Kind(enum.IntEnum):

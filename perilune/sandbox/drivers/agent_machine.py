@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.drivers.agent_command import AgentCommand
-from perilune.sandbox.drivers.qemu_channel import Channel
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.protocol import GuestFileError, GuestLost, Spec
 

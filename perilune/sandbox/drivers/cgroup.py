@@ -18,6 +18,8 @@ from perilune.sandbox.protocol import Limits
 PERIOD_US = 100_000
 REMOVE_SECONDS = 5.0
 """How long the kernel may take to empty a group after its last process was killed."""
+FORGOTTEN_SECONDS = 600.0
+"""Age from which a group without processes is not one that is being made."""
 CONTROLLERS = ("memory", "pids", "cpu")
 
 
@@ -190,10 +192,20 @@ def _write(path: Path, text: str) -> None:
         os.close(fd)
 
 
-def sweep(sandboxes: Collection[str]) -> None:
-    """Remove the groups that killed owners of these sandboxes (by id) left; waits for their last processes, not without end."""
+def _groups() -> set[Path]:
+    """Groups of all sandboxes on this machine, whichever folder they belong to."""
     parents = {parent for folder in _own_folders().values() for parent in (folder, folder.parent)}
-    found = {
-        str(path) for parent in parents for path in parent.glob("perilune-*-*") if path.name.split("-")[1] in sandboxes
-    }
-    remove(sorted(found))
+    return {path for parent in parents for path in parent.glob("perilune-*-*")}
+
+
+def sweep(sandboxes: Collection[str]) -> None:
+    """Remove the groups that killed owners of these sandboxes (by id) left; waits for their last processes, not without end.
+
+    Groups that have been empty for long belong to folders that nobody looks after any more, and go, too.
+    """
+    groups = _groups()
+    remove(sorted(str(path) for path in groups if path.name.split("-")[1] in sandboxes))
+    for path in groups:
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > FORGOTTEN_SECONDS:
+                os.rmdir(path)  # Refused while a process is in it.

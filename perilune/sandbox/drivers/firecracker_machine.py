@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.drivers.agent_machine import AgentMachine
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.firecracker_api import SOCKET, Api
 from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.keeper import Keeper, Started
-from perilune.sandbox.drivers.qemu_channel import Channel
 from perilune.sandbox.guest.build_image import Image
 from perilune.sandbox.pages import EMPTY, PAGE, Numbers, Pages, Table, Writer, overlaid
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost, Limits, Look, Saved, SecretInSnapshot, Spec

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
+from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.drivers.agent_machine import AgentMachine
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.memory import Memory
-from perilune.sandbox.drivers.qemu_channel import Channel
 from perilune.sandbox.drivers.qemu_process import Vm, said
 from perilune.sandbox.drivers.qemu_template import Template
 from perilune.sandbox.pages import EMPTY, Packs, Table, Writer
@@ -46,6 +47,8 @@ class QemuMachine(AgentMachine):
         self._last = EMPTY
         self._lock = threading.Lock()
         try:
+            for procs in group.procs_files:
+                Path(procs).write_text(str(vm.started.pid))
             self.memory = Memory.find(vm.started.pid, str(template.memory), template.size)
             if saved is not None:
                 self._last, packs = saved

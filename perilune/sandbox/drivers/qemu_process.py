@@ -65,7 +65,6 @@ def said(errors: int) -> str:
 
 def spawn(
     keeper: Keeper, sandbox: str, accelerator: str, memory: Path, size: int, *, boot: tuple[Image, Path, int] | None = None,
-    groups: tuple[str, ...] = (),
 ) -> Vm:  # fmt: skip
     """Start QEMU.
 
@@ -75,7 +74,6 @@ def spawn(
         memory: the template's memory, mapped privately; where it boots, the descriptor of an empty file, which is written.
         size: of the memory in bytes.
         boot: image, a file for the console's text, and what the time stamp counter counts in a millisecond; None = wait for a device state.
-        groups: cgroup.procs files that it enters.
 
     Raises:
         DriverUnavailable: it does not start; the message holds what it said.
@@ -104,9 +102,7 @@ def spawn(
     errors = os.memfd_create("qemu")
     started: Started | None = None
     try:
-        started = keeper.start(
-            argv, [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])], errors, groups
-        )
+        started = keeper.start(argv, [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])], errors)
         its_agent.close()
         its_control.close()
         return Vm(started, Monitor(sandbox, control), agent, errors)

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.drivers.keeper import Keeper
-from perilune.sandbox.drivers.qemu_channel import Channel
 from perilune.sandbox.drivers.qemu_host import Host
 from perilune.sandbox.drivers.qemu_process import said, spawn
 from perilune.sandbox.drivers.running import Running
@@ -109,10 +109,11 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         self.packs = Packs(folder / "packs")
 
-    def put_named(self, name: str, data: bytes) -> None:
+    def put_named(self, name: str, data: bytes) -> bool:
         path = self.packs.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+        return True
 
 
 def _key(made_of: str) -> str:

@@ -2,7 +2,7 @@
  *
  * It speaks frames over one virtio-serial port: a header (below, little endian) and `length` bytes. `id` names a
  * command. Streams are bounded: what one side may send before the other has consumed it is WINDOW bytes each.
- * The other end is drivers/qemu_channel.py, which has the same numbers.
+ * The other end is drivers/agent_channel.py, which has the same numbers.
  */
 #ifndef PERILUNE_AGENT_H
 #define PERILUNE_AGENT_H
