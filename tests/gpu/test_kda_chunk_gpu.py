@@ -23,9 +23,9 @@ from perilune.ops.kda.triton import configs, launch, plan
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 LOW = ("q", "k", "v", "g", "beta")
-LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_beta": 1e-2, "d_A_log": 1e-2, "d_dt_bias": 1e-2}  # every other gradient: 6e-3
-# Where nothing is forgotten the roundings of the states are in every term of a sum alike.
-OPEN_LIMITS = LIMITS | {"d_g": 2e-2, "d_beta": 1.5e-2, "d_A_log": 6e-2, "d_dt_bias": 6e-2}
+# A_log and dt_bias get sums over all rows, to which a chunk's rounded states give all its rows the same error.
+LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_beta": 1e-2, "d_A_log": 6e-2, "d_dt_bias": 6e-2}  # every other gradient: 6e-3
+OPEN_LIMITS = LIMITS | {"d_g": 2e-2, "d_beta": 1.5e-2}  # where nothing is forgotten
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +83,15 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     return float((got.double() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
-def errors_of(got: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, float]:
+def errors_of(
+    got: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict[str, Tensor], bounded: bool = True
+) -> dict[str, float]:
     """Relative errors; those of A_log and dt_bias relative to what adds up to them, which may cancel to almost nothing."""
     errors = {n: relative_error(got[n], truth[n]) for n in truth}
     if "d_dt_bias" in truth:
         d_logit, logit = truth["d_g"], inputs["g"].double() + inputs["dt_bias"].double().view(*inputs["g"].shape[2:])
-        parts = {"d_dt_bias": d_logit, "d_A_log": d_logit * logit}
+        slope = logit if bounded else torch.nn.functional.softplus(logit) / logit.sigmoid()
+        parts = {"d_dt_bias": d_logit, "d_A_log": d_logit * slope}
         for name, part in parts.items():
             errors[name] = float((got[name].double() - truth[name]).norm() / part.norm().clamp_min(1e-30))
     return errors
@@ -101,7 +104,7 @@ def as_text(errors: dict[str, float]) -> str:
 
 def check(inputs: dict[str, Tensor], limits: dict[str, float] | None = None, **options: Any) -> None:
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **options)
-    errors = errors_of(run(chunk_kda, inputs, **options), truth, inputs)
+    errors = errors_of(run(chunk_kda, inputs, **options), truth, inputs, "lower_bound" in options)
     limits = LIMITS if limits is None else limits
     assert all(error <= limits.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
 
@@ -123,9 +126,9 @@ def test_gradients(key_dim: int, value_dim: int, bounded: bool) -> None:
 def test_gradients_of_any_size_keep_their_precision(size: float, logit: float) -> None:
     inputs = make(1, 128, 1, 1)
     inputs["g"][:] = logit
-    truth, got = run(chunk_kda, inputs, **BOUNDED), run(chunk_kda, inputs, size=size, **BOUNDED)
-    errors = {n: relative_error(got[n].double() / size, x.double()) for n, x in truth.items() if n.startswith("d_")}
-    assert all(error < 2e-2 for error in errors.values()), as_text(errors)  # the cotangents are rounded anew
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, size=size, **BOUNDED)
+    errors = errors_of(run(chunk_kda, inputs, size=size, **BOUNDED), truth, inputs)
+    assert all(error <= OPEN_LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
 
 
 def test_gradients_with_two_value_heads_a_key_head() -> None:

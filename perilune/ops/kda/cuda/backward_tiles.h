@@ -173,18 +173,18 @@ DEVICE float sum_after(float& x, int lane) {
     return lane > 27 ? 0.0f : after;
 }
 
-// Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 neighbours trade
-// first, so that the four threads of a row write 32 bytes together.
+// Write a thread's numbers of one row, x[j][2 h + e]; `row` points at the warp's 32 channels. As bfloat16 the four threads
+// of a row trade first, so that each writes 16 bytes.
 DEVICE void store_row(bf16* row, const float (&x)[4][4], int h, int lane, bool there) {
-    const bool odd = lane & 1;
+    const bool odd = lane & 1, upper = lane & 2;
     u32 two[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) two[j] = pack(x[j][2 * h], x[j][2 * h + 1]);
     const u32 a = shuffle(odd ? two[0] : two[1], lane ^ 1), b = shuffle(odd ? two[2] : two[3], lane ^ 1);
-    if (!there) return;
-    uint2* at = (uint2*)(row + 8 * odd + 2 * (lane & 2));
-    at[0] = odd ? make_uint2(a, two[1]) : make_uint2(two[0], a);
-    at[4] = odd ? make_uint2(b, two[3]) : make_uint2(two[2], b);
+    const u32 low_0 = odd ? a : two[0], low_1 = odd ? two[1] : a, high_0 = odd ? b : two[2], high_1 = odd ? two[3] : b;
+    const u32 c = shuffle(upper ? low_0 : high_0, lane ^ 2), d = shuffle(upper ? low_1 : high_1, lane ^ 2);
+    const uint4 eight = upper ? make_uint4(c, d, high_0, high_1) : make_uint4(low_0, low_1, c, d);
+    if (there) store_once(row + 8 * (lane & 3), eight);
 }
 DEVICE void store_row(float* row, const float (&x)[4][4], int h, int lane, bool there) {
     if (!there) return;
