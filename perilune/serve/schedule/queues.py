@@ -68,6 +68,10 @@ class Queues:
         """Note that others may overtake it."""
         self._overtaken.setdefault(sequence.name, (sequence, 0))
 
+    def lacks_pages(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence found no pages when it was last asked for."""
+        return sequence.name in self._overtaken
+
     def must_wait(self, sequence: Sequence) -> bool:
         """Whether a more important one has been overtaken too often, so that pages must come free for it first."""
         return any(

@@ -131,6 +131,7 @@ class Scheduler:
         """The next step; None if nothing can be computed now."""
         step = self.cache.begin_step()
         self._planned.clear()
+        self._make_way()
         decode = self._plan_decoding(step)
         prefill = []
         if len(decode) < len(self.running) or self.waiting:
@@ -143,6 +144,15 @@ class Scheduler:
         self._under_way.append(plan)
         self.steps += 1
         return plan
+
+    def _make_way(self) -> None:
+        """Where a more important sequence has no slot or found no pages, a lesser one goes before it gets another row."""
+        for kind in range(len(self.limits.classes)):
+            head = self.queues.head(kind)
+            if head is not None and (self._free_slots(kind) < 1 or self.queues.lacks_pages(head)):
+                victim = self._outranked(head)
+                if victim is not None:
+                    self.preempt(victim)
 
     def _unblock(self) -> None:
         """Nothing can go on although nothing is under way: the least important sequence makes room, or is given up."""

@@ -1,0 +1,168 @@
+"""What a step holds: shares of classes, priorities, slots, room for those that wait. Steps are settled without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from perilune.errors import ConfigError
+from perilune.serve.cache import CacheGeometry, HybridCache, RootKey, TokenChain
+from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass, service_classes
+from perilune.serve.schedule.classes import class_of
+
+SHAPE = CacheGeometry(
+    unit=4, page_tokens=12, attention_layers=2, recurrent_layers=5, token_bytes=10, state_bytes=100, heads=5
+)
+CLASSES = (
+    ServiceClass(name="short", up_to=40, tokens=0.3, slots=0.25),
+    ServiceClass(name="long", up_to=10**6, tokens=0.2, cap=0.5),
+)
+ONE = (ServiceClass(name="all", up_to=10**6),)
+
+
+class Desk:
+    """A scheduler whose every row says 7."""
+
+    def __init__(self, pages: int = 2000, **limits) -> None:
+        limits = {"step_tokens": 64, "chunk": 64, "classes": CLASSES} | limits
+        self.scheduler = Scheduler(HybridCache(SHAPE, pages), Limits(**limits))
+        self.count = 0
+
+    def add(self, length: int, priority: int = 0, text: int | None = None) -> Sequence:
+        self.count += 1
+        ids = [self.count if text is None else text] * length
+        sequence = Sequence(f"s{self.count}", ids, TokenChain(RootKey(model="m"), 4, ids), priority=priority)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.scheduler.finish(plan, {row.sequence.name: 7 for row in plan.rows})
+            self.scheduler.cache.check_invariants()
+        return plan
+
+    def steps_until(self, sequence: Sequence) -> int:
+        for number in range(1, 1000):
+            self.step()
+            if sequence.drawn:
+                return number
+        raise AssertionError(f"{sequence} never speaks")
+
+
+def test_a_short_prompt_does_not_wait_behind_long_ones():
+    waits = {}
+    for name, classes in (("classes", CLASSES), ("one queue", ONE)):
+        desk = Desk(classes=classes)
+        for _ in range(4):
+            desk.add(600)
+        desk.step()
+        waits[name] = desk.steps_until(desk.add(20))
+    assert waits["classes"] <= 2 < 30 < waits["one queue"]
+
+
+def test_a_class_that_is_alone_takes_the_whole_step():
+    desk = Desk()
+    desk.add(600)
+    assert desk.step().tokens == 64
+    desk.add(30)
+    assert sum(row.chunk.end - row.chunk.start for row in desk.step().prefill if row.sequence.prompt > 40) <= 32
+
+
+def test_decoding_comes_first_and_shares_the_step():
+    desk = Desk()
+    first = desk.add(8)
+    desk.steps_until(first)
+    long = desk.add(600)
+    plan = desk.step()
+    assert [row.sequence for row in plan.decode] == [first] and [row.sequence for row in plan.prefill] == [long]
+    assert plan.tokens <= 64
+
+
+def test_slots_are_kept_for_short_ones():
+    desk = Desk(sequences=8)
+    longs = [desk.add(50) for _ in range(12)]
+    for _ in range(30):
+        desk.step()
+    assert sum(s.state == "running" for s in longs) == 6
+    shorts = [desk.add(10) for _ in range(2)]
+    desk.step()
+    assert [s.state for s in shorts] == ["running"] * 2 and len(desk.scheduler.running) == 8
+
+
+def test_lower_numbers_go_first():
+    desk = Desk(classes=ONE, sequences=1)
+    desk.step()
+    order = [desk.add(10, priority) for priority in (2, 0, 1, 0)]
+    assert [desk.scheduler.queues.position(s) for s in order] == [3, 0, 2, 1]
+    ended = []
+    while len(ended) < 4:
+        desk.step()
+        for sequence in list(desk.scheduler.running.values()):
+            if sequence.drawn:
+                desk.scheduler.end(sequence)
+                ended.append(sequence)
+    assert ended == [order[1], order[3], order[2], order[0]]
+
+
+def test_a_more_important_one_takes_the_place_of_a_lesser_one():
+    desk = Desk(classes=ONE, sequences=1)
+    lesser = desk.add(30, priority=1)
+    desk.steps_until(lesser)
+    urgent = desk.add(10, priority=0)
+    assert desk.steps_until(urgent) == 1 and lesser.state == "waiting" and lesser.preemptions == 1
+    desk.scheduler.end(urgent)
+    desk.step()
+    assert lesser.scheduled > 30 and lesser.drawn >= 2, "it went on from what was cached, with what it had said"
+
+
+def test_a_large_one_gets_its_pages_at_last():
+    """Small ones may overtake it only so often."""
+    desk = Desk(pages=60, classes=ONE, step_tokens=400, chunk=400)
+    small = [desk.add(30) for _ in range(6)]
+    desk.step()
+    large = desk.add(400)
+    for _ in range(400):
+        desk.step()
+        if large.state != "waiting":
+            break
+        for sequence in list(desk.scheduler.running.values()):
+            if sequence.drawn > 1:
+                desk.scheduler.end(sequence)
+                small.append(desk.add(30))
+    assert large.state == "running"
+
+
+def test_what_can_never_fit_is_refused_and_said_so():
+    desk = Desk(pages=20)
+    never, fits = desk.add(400), desk.add(50)
+    desk.step()
+    ((refused, error),) = desk.scheduler.refused
+    assert refused is never and "needs" in str(error) and fits.state == "running"
+
+
+def test_on_a_grid_chunks_do_not_depend_on_the_company():
+    def cuts(others: int) -> list[int]:
+        desk = Desk(grid=8, step_tokens=24)
+        sequence = desk.add(45)
+        for _ in range(others):
+            desk.add(33)
+        ends = []
+        while not sequence.drawn:
+            plan = desk.step()
+            ends += [row.chunk.end for row in plan.prefill if row.sequence is sequence]
+        return ends
+
+    assert cuts(0) == cuts(3) == cuts(9) == [8, 16, 24, 32, 40, 45]
+
+
+def test_classes():
+    assert [kind.up_to for kind in service_classes(2**20)][:2] == [2048, 32768]
+    assert [class_of(length, CLASSES) for length in (1, 40, 41, 10**7)] == [0, 0, 1, 1]
+    with pytest.raises(ConfigError, match="reserve 1.20"):
+        Limits(classes=(ServiceClass(name="a", up_to=1, slots=0.6), ServiceClass(name="b", up_to=2, slots=0.6)))
+    with pytest.raises(ConfigError, match="ascending"):
+        Limits(classes=(ServiceClass(name="a", up_to=2), ServiceClass(name="b", up_to=1)))
+    with pytest.raises(ConfigError, match="share"):
+        ServiceClass(name="a", up_to=1, cap=1.5)
+    with pytest.raises(ConfigError, match="sequences=0"):
+        Limits(sequences=0)
