@@ -1,1 +1,1 @@
-"""Generation from a trained model: sampling, batched decoding, chat with kept states, a small OpenAI-style server."""
+"""Serving a trained model: engine on a prefix cache, offline generation, chat, an OpenAI-style server."""
