@@ -11,6 +11,7 @@ import torch
 from perilune.config.presets import small
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
+from perilune.serve.answer import Answer
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams
 from perilune.serve.settings import EngineSettings
@@ -39,11 +40,22 @@ def text(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=length)
 
 
-def served(engine: LocalEngine, ids: list[int], params=DRAWN):
+@pytest.fixture(autouse=True)
+def scores(monkeypatch) -> list[float]:
+    """Log-probabilities of all tokens as they are drawn; a stream leaves out those that show no text."""
+    found: list[float] = []
+    take = Answer.take
+    monkeypatch.setattr(Answer, "take", lambda self, drawn: found.append(drawn.logprob.logprob) or take(self, drawn))
+    return found
+
+
+def served(engine: LocalEngine, ids: list[int], scores: list[float], params=DRAWN):
     """(ids of prompt and answer, log-probabilities of the answer, tokens that were skipped)."""
+    scores.clear()
     job = engine.complete([ids], params)
-    given = [one.logprob for delta in job for one in delta.logprobs]
-    return ids + job.answers[0].token_ids, given, job.usage.cached_tokens
+    list(job)
+    assert len(scores) == len(job.answers[0].token_ids)
+    return ids + job.answers[0].token_ids, list(scores), job.usage.cached_tokens
 
 
 def of_the_trainer(engine: LocalEngine, ids: list[int], count: int) -> torch.Tensor:
@@ -54,13 +66,13 @@ def of_the_trainer(engine: LocalEngine, ids: list[int], count: int) -> torch.Ten
     return -nats[0, -count:].double().cpu()
 
 
-def test_trainer_and_server_agree():
+def test_trainer_and_server_agree(scores):
     """Chunks, pages, checkpoints and decode graphs against one pass, in bf16: within its own rounding."""
     running = engine(chunk=512)
     differences = []
     for seed, length in enumerate((5, 64, 600, 1500)):
         for _ in range(2):  # the second time from the cache
-            ids, given, cached = served(running, text(seed, length))
+            ids, given, cached = served(running, text(seed, length), scores)
             trained = of_the_trainer(running, ids, len(given))
             differences.append((torch.tensor(given, dtype=torch.float64) - trained).abs())
             print(
@@ -73,11 +85,11 @@ def test_trainer_and_server_agree():
     assert float(0.5 * worst.square().mean()) < 1e-3 and running.admin.check_invariants() == []
 
 
-def test_tiers_give_back_what_was_evicted():
+def test_tiers_give_back_what_was_evicted(scores):
     running = engine(context_length=1024, cache_bytes=0, host_bytes=2**30)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
-    first = [served(running, text(seed, 900), greedy) for seed in range(5)]
-    again = [served(running, text(seed, 900), greedy) for seed in range(5)]
+    first = [served(running, text(seed, 900), scores, greedy) for seed in range(5)]
+    again = [served(running, text(seed, 900), scores, greedy) for seed in range(5)]
     print(running.metrics().tiers)
     assert running.metrics().tiers["host_hits_total"] > 0 and all(cached > 0 for _, _, cached in again)
     for (_, cold, _), (_, warm, _) in zip(first, again):
