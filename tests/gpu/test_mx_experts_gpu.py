@@ -22,7 +22,7 @@ from perilune.ops.mx import (
     triton_experts,
 )
 from perilune.ops.mx.experts import select
-from perilune.ops.mx.triton_experts import TILINGS, Tiling
+from perilune.ops.mx.triton_experts import FEW, MANY, Tiling
 from perilune.ops.situ_glu import situ_glu_reference
 
 pytestmark = [
@@ -55,7 +55,7 @@ def truth(z: Tensor, index: Tensor, weight: Tensor, weights: list[PackedWeight],
     return out
 
 
-@pytest.mark.parametrize("tile", TILINGS, ids=str)
+@pytest.mark.parametrize("tile", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("size", [(5, 3584, 3072, 24, 16), (300, 256, 384, 6, 3), (40, 2880, 160, 4, 2)], ids=str)
 def test_every_setting_equals_float64(tile: Tiling, size: tuple) -> None:
     z, index, weight, weights = operands(*size)
@@ -63,7 +63,6 @@ def test_every_setting_equals_float64(tile: Tiling, size: tuple) -> None:
     right = truth(z, index, weight, weights, "none")
     got = triton_experts.experts(z, index, weight, *packed, CAPS, None, tile)
     error = float((got.double() - right).norm() / right.norm())
-    print(tile, size, f"{error:.1e}")
     assert got.isfinite().all() and error < 6e-3
     assert torch.equal(got, triton_experts.experts(z, index, weight, *packed, CAPS, None, tile))
 

@@ -4,9 +4,6 @@ A step has few queries and one long cache, so the cache of a sequence is cut int
 (split-KV). A program takes a tile of rows (a row is a new token and a head) through one piece with an online softmax and
 leaves the piece's normalised sum and the logarithm of its denominator; `merge` weighs the pieces against each other. Where
 one piece is enough, the sum is the result.
-
-Two forms of the same arithmetic. `_rows_kernel` puts rows on the M side of the products. `_keys_kernel` puts cached tokens
-and latent channels there, 64 and more of them, so that a tile of 16 heads still fills a warp group's instruction.
 """
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
@@ -59,7 +56,7 @@ def _cache_rows(table, table_row, start, key, stride_b, stride_s, batch, PAGED: 
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def _rows_kernel(
+def _split_kernel(
     query, query_shared, latent, shared, lengths, table, sums, logs, shared_b, shared_t, shared_h, latent_b, latent_s, key_b,
     key_s, table_b, cached, tokens, heads, factor, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
@@ -104,51 +101,6 @@ def _rows_kernel(
         tl.store(logs + at, top + tl.log2(denominator), there)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def _keys_kernel(
-    query, query_shared, latent, shared, lengths, table, sums, logs, shared_b, shared_t, shared_h, latent_b, latent_s, key_b,
-    key_s, table_b, cached, tokens, heads, factor, L: tl.constexpr, R: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    tile, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    splits, count = tl.num_programs(1), tokens * heads
-    length, begin, end = _piece(lengths, batch, cached, split, splits, BS)
-    row, there, limit = _rows_of(tile, heads, count, length, tokens, end, BM)
-    channel, extra, step = tl.arange(0, BL), tl.arange(0, BR), tl.arange(0, BS)
-    q = tl.load(
-        query + (batch * count + row)[:, None] * L + channel[None, :], there[:, None] & (channel < L)[None, :], 0.0
-    )
-    if R > 0:
-        at = batch * shared_b + (row // heads) * shared_t + (row % heads) * shared_h
-        q_shared = tl.load(query_shared + at[:, None] + extra[None, :], there[:, None] & (extra < R)[None, :], 0.0)
-    top = tl.full([BM], float("-inf"), tl.float32)
-    denominator = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BL, BM], tl.float32)
-    for start in range(trips(begin), trips(end), BS):
-        key = start + step
-        inside = (key < end)[:, None]
-        place = _cache_rows(table, batch * table_b, start, key, latent_b, latent_s, batch, PAGED, PAGE)
-        k = tl.load(latent + place[:, None] + channel[None, :], inside & (channel < L)[None, :], 0.0)
-        score = product(k, tl.trans(q), tl.zeros([BS, BM], tl.float32))
-        if R > 0:
-            place = _cache_rows(table, batch * table_b, start, key, key_b, key_s, batch, PAGED, PAGE)
-            k_shared = tl.load(shared + place[:, None] + extra[None, :], inside & (extra < R)[None, :], 0.0)
-            score = product(k_shared, tl.trans(q_shared), score)
-        score = tl.where(key[:, None] < limit[None, :], score * factor, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing yet
-        kept, weight = tl.exp2(top - safe), tl.exp2(score - safe[None, :])
-        denominator = denominator * kept + tl.sum(weight, 0)
-        acc = product(tl.trans(k), weight.to(q.dtype), acc * kept[None, :])
-        top = higher
-    at = (batch * splits + split) * count + row
-    inverse = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
-    out = (acc * inverse[None, :]).to(sums.dtype.element_ty)
-    tl.store(sums + at[None, :] * L + channel[:, None], out, there[None, :] & (channel < L)[:, None])
-    if logs is not None:
-        tl.store(logs + at, top + tl.log2(denominator), there)
-
-
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(sums, logs, out, splits, count, L: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr):
     row, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -165,27 +117,16 @@ def _merge_kernel(sums, logs, out, splits, count, L: tl.constexpr, BL: tl.conste
 
 
 class Tiling(NamedTuple):
-    """How the split kernel is launched: its form, rows and cached tokens of a tile, warps, stages of the pipeline."""
+    """How the split kernel is launched: rows and cached tokens of a tile, warps, stages of the pipeline."""
 
-    keys_first: bool
     rows: int
     keys: int
     warps: int
     stages: int
 
 
-TILINGS = (  # by rows; measured on one H200 at 512 + 64 channels
-    Tiling(False, 16, 64, 8, 3),
-    Tiling(True, 32, 64, 4, 2),
-    Tiling(False, 64, 64, 8, 2),
-)
-OTHERS = (
-    Tiling(True, 16, 64, 4, 2),
-    Tiling(False, 32, 64, 8, 3),
-    Tiling(False, 64, 64, 16, 2),
-    Tiling(True, 64, 64, 8, 2),
-)
-EXACT = Tiling(False, 16, 16, 4, 2)  # float32 is multiplied without tensor cores: small tiles, for what must be exact
+TILINGS = (Tiling(16, 64, 8, 3), Tiling(32, 64, 8, 3), Tiling(64, 64, 8, 2))  # by rows; the fastest of those measured
+EXACT = Tiling(16, 16, 4, 2)  # float32 is multiplied without tensor cores: small tiles, for what must be exact
 
 
 def tiling(rows: int, element_size: int) -> Tiling:
@@ -241,8 +182,7 @@ def context(
     if splits > 1:
         sums = torch.empty(batch, splits, count, width, device=out.device)
         logs = torch.empty(batch, splits, count, device=out.device)
-    kernel = _keys_kernel if tile.keys_first else _rows_kernel
-    kernel[(tiles, splits, batch)](
+    _split_kernel[(tiles, splits, batch)](
         query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, sums, logs, *query_shared_BTHr.stride()[:3],
         *latent_BSL.stride()[:2], *shared_BSr.stride()[:2], 0 if table_BP is None else table_BP.stride(0), capacity, tokens,
         heads, scale * LOG2E, L=width, R=extra, BL=padded, BR=padded_extra, BM=tile.rows, BS=tile.keys, PAGE=PAGE,

@@ -1,4 +1,4 @@
-"""The kernels of absorbed attention against plain torch in float64: forms, lengths, pages, several new tokens, guard bands."""
+"""The kernels of absorbed attention against plain torch in float64: tiles, lengths, pages, several new tokens, guard bands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perilune.ops.mla.triton_decode import Tiling
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ROWS, KEYS = Tiling(False, 16, 16, 4, 2), Tiling(True, 16, 16, 4, 2)
+TILES = Tiling(16, 16, 4, 2), Tiling(16, 32, 4, 2)
 CASES = [  # B, T, H, L, r, lengths, room
     (1, 1, 4, 64, 16, (37,), 40),
     (3, 1, 3, 64, 16, (1, 64, 0), 70),
@@ -57,8 +57,8 @@ def paged(inputs: dict[str, Tensor], page: int = triton_decode.PAGE) -> dict[str
     return inputs | {"cache_BSC": pages, "table_BP": number.view(batch, count).int()}
 
 
-@pytest.fixture(params=[ROWS, KEYS], ids=["rows", "keys"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=TILES, ids=str)
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_decode, "tiling", lambda *_: request.param)
 
 
@@ -68,7 +68,7 @@ def close(got: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), right, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, torch.float32) for case in CASES), (CASES[1], torch.float16)], ids=str
 )
@@ -84,7 +84,7 @@ def test_ragged_lengths_and_pages(case: tuple, dtype: torch.dtype, monkeypatch: 
             assert torch.equal(got, attend_cached(**paged(inputs), scale=0.2)), "pages hold the same rows"
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("tile")
 def test_a_cut_cache_of_one_length() -> None:
     """Slices of one cache, more new tokens than fit into a tile, and a merge of more pieces than it takes at once."""
     inputs = operands((1, 6, 5, 32, 16, (300,), 300), torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.moe import mlp_decode, moe_decode, triton_decode
-from perilune.ops.moe.decode import MAX_MLP_TOKENS, select
+from perilune.ops.moe.decode import MAX_MLP_TOKENS, _apart, select
 from perilune.ops.moe.experts import routed_experts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -88,3 +88,9 @@ def test_an_mlp_is_the_expert_of_every_token() -> None:
         right = routed_experts(z.double(), index, weight.double(), *(w[:1].double() for w in (w1, w3, w2)))
     assert got is not None
     torch.testing.assert_close(got.double(), right, rtol=3e-6, atol=3e-6)
+
+
+def test_pairs_that_share_experts_are_left_to_grouped_products() -> None:
+    large = torch.empty(128, 3072, 3584, dtype=torch.bfloat16, device="meta")
+    assert _apart(16, large) and _apart(32, large) and not _apart(128, large)
+    assert _apart(64, torch.empty(64, 64, 64)), "few bytes: further launches would cost more"
