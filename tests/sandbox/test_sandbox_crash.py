@@ -14,6 +14,7 @@ import pytest
 
 from perilune.errors import SandboxError
 from perilune.sandbox import Limits, Sandboxes, Spec
+from perilune.sandbox.drivers import cgroup
 from perilune.sandbox.drivers.cgroup import Group, _own_folders
 
 TESTED_DRIVERS = ("proc",)
@@ -227,3 +228,28 @@ def test_a_group_whose_limits_cannot_be_set_says_why(monkeypatch):
     group = Group("perilune-test", Limits())
     assert group.held == {} and set(group.missing) == {"memory", "pids", "cpu"}
     assert all("none is mounted" in reason for reason in group.missing.values())
+
+
+def test_groups_of_forgotten_folders_go_once_they_are_old_and_empty(monkeypatch):
+    group = Group("perilune-sbforgotten-00000000", Limits())
+    if not group.paths:
+        pytest.skip(f"no control group may be made here: {group.missing}")
+    monkeypatch.setattr(cgroup, "_groups", lambda: {Path(path) for path in group.paths})
+    cgroup.sweep(())
+    assert all(os.path.isdir(path) for path in group.paths), "it is young"
+    monkeypatch.setattr(cgroup, "FORGOTTEN_SECONDS", -1.0)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    try:
+        for procs in group.procs_files:
+            Path(procs).write_text(str(pid))
+        cgroup.sweep(())
+        assert all(os.path.isdir(path) for path in group.paths), "a process is in it"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    deadline = time.monotonic() + 30
+    while any(os.path.isdir(path) for path in group.paths) and time.monotonic() < deadline:
+        cgroup.sweep(())
+    assert not any(os.path.isdir(path) for path in group.paths)

@@ -16,6 +16,7 @@ from perilune.sandbox import Limits, Sandboxes, Spec, State
 from perilune.sandbox.fleet import Fleet, HttpPeer, pull
 from perilune.sandbox.fleet.actors import NodeGone, node_names
 from perilune.sandbox.fleet.node import Node, answered, value_of
+from perilune.sandbox.home import Home
 from perilune.sandbox.pool import Pool, PoolLimits
 from perilune.sandbox.protocol import GuestLost, Mismatch, NoSuchSandbox, StoreDamaged, TransitionError
 from perilune.sandbox.store import Store
@@ -197,6 +198,7 @@ def test_a_fleet(fleet, driver, tmp_path):
     back = fleet.resume(saved.id)
     assert back.node != gone and back.read_file("/workspace/a") == b"kept"
     assert len(fleet.protect(saved.id)) == 2, "and there are two copies again"
+    Home(tmp_path / gone).reap()
 
 
 @pytest.mark.timeout(120)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from perilune.sandbox.home import Home
+
 pytest.importorskip("starlette", reason="the extra 'serve' is not installed")
 
 TESTED_DRIVERS = ("proc",)
@@ -37,6 +39,7 @@ def service(driver, home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen
         process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
+    Home(home).reap()  # What killed services leave is the next owner's to clear away.
 
 
 def cli(url: str, *args: str, key: str = KEY, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
