@@ -269,7 +269,7 @@ def cases(model_name: str, device: str) -> Iterator[Case]:
 def run(
     device: str = "cpu",
     budget_seconds: float | None = None,
-    model: str = "",
+    model: str = "nano",
     *,
     results: Path | None = None,
     on_row: Callable[[Row], None] | None = None,
@@ -277,7 +277,7 @@ def run(
     """Measure the rows; see `bench.kernels.run`.
 
     Args:
-        model: a preset; empty = nano on the CPU, mini on a GPU.
+        model: a preset.
 
     Raises:
         ConfigError: unknown device or preset.

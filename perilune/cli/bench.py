@@ -15,12 +15,12 @@ from perilune.errors import ConfigError
 if TYPE_CHECKING:
     from perilune.bench.harness import Row
 
-SUITES = ("kernels", "train", "formats", "cache", "serve")
+SUITES = ("kernels", "train", "formats", "cache", "engine", "serve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """perilune bench {kernels,train,formats,cache,serve}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
+    """perilune bench {kernels,train,formats,cache,engine,serve}: rows with medians, spread, ratio to a peer and a bound from measured ceilings.
 
     Attributes:
         device: cpu | cuda.
@@ -33,7 +33,7 @@ class BenchFlags:
         url: serve only: a server that runs already; empty = one with random weights is started, and the same with a part
             switched off as the peer.
         api_key: serve only: of that server.
-        preset: serve only: of the model with random weights.
+        preset: engine and serve only: of the model with random weights.
         requests: serve only: of a trace.
         rate: serve only: arrivals a second.
         concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
@@ -79,6 +79,10 @@ def _measure(suite: str, flags: BenchFlags, results: Path, on_row: Callable[[Row
         from perilune.bench import cache
 
         return cache.run(flags.device, budget, flags.policies, results=results, on_row=on_row)
+    if suite == "engine":
+        from perilune.bench import engine
+
+        return engine.run(flags.device, budget, flags.preset, results=results, on_row=on_row)
     if suite == "serve":
         return _serve(flags, results, on_row)
     from perilune.bench import train
