@@ -7,7 +7,7 @@ of one window, whatever the number of drafts, and nothing has to be undone.
 
     state(after m accepted of pending)  = m decode steps;    outputs(new) = T decode steps on a copy
 
-The kernels for CUDA devices read a state once and write it once.
+The Triton form reads a state once and writes it once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Projections(NamedTuple):
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say which implementation `kda_verify_step` runs for activations of `dtype` on `device`, and why."""
     choice = select_decode(device, dtype)
-    if choice.implementation in ("cuda", "triton"):
-        return Choice(choice.implementation, "both windows in one launch, the state read and written once")
+    if choice.implementation in ("cuda", "triton") and triton_obstacle(torch.device(device), dtype) is None:
+        return Choice("triton", "both windows in one launch, the state read and written once")
     return Choice("torch", f"a decode step a token ({choice.implementation}: {choice.reason})")
 
 
@@ -114,17 +114,10 @@ def kda_verify_step(
     weights = (conv_weight_XW, A_log_H, dt_bias, norm_weight_V)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     implementation = select(new.qkv_BTX.device, new.qkv_BTX.dtype).implementation
-    if implementation in ("cuda", "triton") and _readable(new, gate_BTHV, pending, weights, window_BXW1, state_BHVK):
-        call = (new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers)
-        if implementation == "cuda":
-            from perilune.ops.kda.cuda import verify as cuda
+    if implementation == "triton" and _readable(new, gate_BTHV, pending, weights, window_BXW1, state_BHVK):
+        from perilune.ops.kda.triton_verify import verify_step
 
-            if cuda.unsuitable(new, pending, window_BXW1, state_BHVK, taps) is None:
-                return cuda.verify_step(*call)
-        if triton_obstacle(state_BHVK.device, new.qkv_BTX.dtype) is None:
-            from perilune.ops.kda.triton_verify import verify_step
-
-            return verify_step(*call)
+        return verify_step(new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers)
     return _by_steps(new, gate_BTHV, pending, accepted_B, weights, window_BXW1, state_BHVK, index_B, numbers)
 
 
