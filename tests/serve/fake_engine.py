@@ -77,7 +77,7 @@ class FakeLoop:
         for stream in list(self._unfinished):
             stream.close()
         self._queue.put(None)
-        self._thread.join(timeout)
+        self._thread.join(min(timeout, 0.5))  # it may wait at a gate for ever
 
     def _run(self) -> None:
         while (stream := self._queue.get()) is not None:
