@@ -70,47 +70,40 @@ DEVICE void invert_block(float* block, int lane) {
 
 // A warp finds columns 16 own .. of the inverse X and stores A = X diag(beta), once all diagonal blocks are inverted.
 // As y = X^T: a block of y holds rows i, i + 8 and columns 4 t + 2 b, + 1 of block r. With the inverted diagonal blocks D,
-// X_rc = -D_r sum_n L_rn X_nc over blocks n from c to r - 1.
+// X_rc = -D_r sum_n L_rn X_nc over blocks n from c to r - 1; each X_nc goes into all sums at once, which wait for nothing else.
 DEVICE void store_columns(u8* memory, bf16* A, int own, int lane) {
     const int i = lane >> 2, t = lane & 3;
     const float* const beta_of = (const float*)(memory + BETA);
     const float* const square = (const float*)(memory + ROWS);
-    float* const found = (float*)(memory + SUMS) + 1024 * own + 4 * lane;  // this thread's part of the blocks of y so far
     const float* const mine = square + (4 * (i >> 1) + (i & 1)) * L_STRIDE + 4 * t;
     bf16* const staged = (bf16*)(memory + STAGED) + 16 * own;
     const float column_beta[2] = {beta_of[16 * own + i], beta_of[16 * own + i + 8]};
     const int n = lane & 7, b = lane >> 4, h = lane >> 3 & 1;
     bf16* const stored = staged + (4 * (n >> 1) + 2 * b + (n & 1)) * A_STRIDE + 8 * h;
-#pragma unroll 1
+    float sum[4][2][4] = {};
+#pragma unroll
     for (int r = 0; r < 4; r++) {
         float y[2][4] = {};
+        Split a;
         if (r == own) {
             const float* const block = square + 16 * r * (L_STRIDE + 1);
 #pragma unroll
             for (int b = 0; b < 2; b++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) y[b][e] = block[(4 * t + 2 * b + e % 2) * L_STRIDE + i + 8 * (e / 2)];
-        }
-        if (r > own) {
-            float sum[2][4] = {};
-            Split a;
-#pragma unroll 1
-            for (int c = own; c < r; c++) {
-                float x[2][4];
-                *(float4*)x[0] = *(const float4*)(found + 256 * c);
-                *(float4*)x[1] = *(const float4*)(found + 256 * c + 128);
-                split(a, x);
-                times_transposed(sum, a, mine + 16 * r * L_STRIDE + 16 * c);
-            }
+        } else if (r > own) {
 #pragma unroll
             for (int b = 0; b < 2; b++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) sum[b][e] = -sum[b][e];
-            split(a, sum);
+                for (int e = 0; e < 4; e++) sum[r][b][e] = -sum[r][b][e];
+            split(a, sum[r]);
             times_transposed(y, a, mine + 16 * r * (L_STRIDE + 1));
         }
-        *(float4*)(found + 256 * r) = make_float4(y[0][0], y[0][1], y[0][2], y[0][3]);
-        *(float4*)(found + 256 * r + 128) = make_float4(y[1][0], y[1][1], y[1][2], y[1][3]);
+        if (r >= own) {
+            split(a, y);
+#pragma unroll
+            for (int below = r + 1; below < 4; below++) times_transposed(sum[below], a, mine + 16 * below * L_STRIDE + 16 * r);
+        }
         u32 m[4];
 #pragma unroll
         for (int b = 0; b < 2; b++)

@@ -6,10 +6,9 @@ Each setting that can be chosen here is run by tests/gpu.
 from __future__ import annotations
 
 
-def launch(num_warps: int, num_stages: int = 1, maxnreg: int | None = None) -> dict[str, int]:
-    """Warps of a program, stages of its software pipeline, and a limit on registers that lets more programs run at once."""
-    limit = {} if maxnreg is None else {"maxnreg": maxnreg}
-    return {"num_warps": num_warps, "num_stages": num_stages} | limit
+def launch(num_warps: int, num_stages: int = 1) -> dict[str, int]:
+    """Warps of a program, and stages of its software pipeline."""
+    return {"num_warps": num_warps, "num_stages": num_stages}
 
 
 PREPARE = launch(8)
@@ -23,9 +22,7 @@ SLAB = (
     1024  # programs of the three steps between whose launches the pieces (112 kB a program at K = 128) are handed over
 )
 SUMMARY = launch(4, 2)
-SUMMARY_BLOCK = (
-    64  # columns of a program; 128 with 8 warps and 3 stages reads half as much and waits for its measurement
-)
+SUMMARY_BLOCK = 64  # columns of a program; 128 in 8 warps reads half as much and takes as long (docs/kernels-log.md)
 FOLD = launch(4)
 
 
