@@ -42,7 +42,7 @@ def test_saturated_units(options) -> None:
 
 
 def test_more_rows_than_a_tile_and_an_expert_without() -> None:
-    args = operands(100, 40, 8, 3, 1, favourite=1)
+    args = operands(70, 16, 8, 3, 1, favourite=1)
     check(args, SITU)
     with force("triton"):
         found = with_gradients(call, [a.float() if a.is_floating_point() else a for a in args], *SITU)
@@ -63,7 +63,7 @@ def test_t51_bfloat16_products_are_widened_for_the_interpreter() -> None:
 def test_few_programs_take_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: getattr(configs.FULL, name)._replace(programs=1) for name in ("glu", "product", "weights")}
     monkeypatch.setattr(configs, "FULL", configs.FULL._replace(group=2, **few))
-    check(operands(100, 8, 36, 2, 2), SITU)
+    check(operands(70, 8, 36, 2, 1), SITU)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
