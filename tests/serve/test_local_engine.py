@@ -271,7 +271,7 @@ def test_closing_a_job_stops_it_before_the_next_token(engine):
 def test_t22_stopping_at_any_point_leaves_all_pages_behind():
     engine = tiny_engine(settings=EngineSettings(unit=4, cache_bytes=2**20, chunk=8, step_tokens=16))
     heard = threading.Event()
-    for after in range(0, 40, 3):
+    for after in range(0, 40, 7):
         jobs = [engine.complete([list(b"x" * 30), [after, 1, 2, 3, 4, 5]], GREEDY, n=2) for _ in range(3)]
         steps = engine.metrics().steps_total
         for job in jobs:
