@@ -82,7 +82,7 @@ def box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
 @pytest.fixture
 def python_box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
     """A sandbox with a Python: this interpreter's folder, or the distribution's in a machine's image."""
-    inside = {"template": "python"} if driver == "qemu" else {"trees": (sys.base_prefix,)}
+    inside = {"template": "python", "limits": SMALL} if driver == "qemu" else {"trees": (sys.base_prefix,)}
     return sandboxes.create(replace(spec, **inside), driver=driver)
 
 
