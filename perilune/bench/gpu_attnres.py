@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.bench.graphs import Calls, GraphCase
-from perilune.ops.attnres import merge, mix, phase_one, read, triton_mix
+from perilune.ops.attnres import merge, mix, phase_one, read
 from perilune.ops.choice import force
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.short_conv import short_conv
@@ -64,7 +64,6 @@ def cases() -> Iterator[GraphCase]:
     """All rows."""
     yield from _reads(8)
     yield from _reads(3)
-    yield _overlapped(8)
     yield _two_phases(8)
     yield from _elementwise()
 
@@ -102,27 +101,6 @@ def _reads(bank: int) -> Iterator[GraphCase]:
         ("add_norm_fwd", fused, bank + 4),
     ):
         yield GraphCase(name=f"attnres_n{bank}_{name}", shape=shape, make=calls, peer=PEER, bytes=traffic * unit)
-
-
-def _overlapped(bank: int) -> GraphCase:
-    """Forward and backward with the other form of the backward kernel."""
-
-    def calls() -> tuple[Calls, Calls]:
-        run = _gradients(lambda c, *sources: mix(sources, c, EPS), [_score_weight(), *_tensors(bank + 1)])
-
-        def other() -> object:
-            chosen, triton_mix.OVERLAP = triton_mix.OVERLAP, True
-            try:
-                return run()
-            finally:
-                triton_mix.OVERLAP = chosen
-
-        return [other], []
-
-    return GraphCase(
-        name=f"attnres_n{bank}_fwdbwd_overlap", shape=f"n={bank} T={TOKENS} D={WIDTH} bf16", make=calls,
-        bytes=(3 * bank + 5) * 2 * TOKENS * WIDTH,
-    )  # fmt: skip
 
 
 def _two_phases(bank: int) -> GraphCase:

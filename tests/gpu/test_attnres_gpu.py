@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
 
-from perilune.ops.attnres import merge, mix, phase_one, read, select, triton_mix
+from perilune.ops.attnres import merge, mix, phase_one, read, select
 from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.norm import rms_norm_reference
@@ -20,12 +20,6 @@ pytestmark = [
 ]
 
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["", "overlap"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the backward kernel."""
-    monkeypatch.setattr(triton_mix, "OVERLAP", request.param)
 
 
 @pytest.fixture

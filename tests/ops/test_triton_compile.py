@@ -20,12 +20,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from compiled_for_hopper import compiled
 
-from perilune.ops.attnres import triton_mix, triton_overlap, triton_two_phase
+from perilune.ops.attnres import triton_mix, triton_two_phase
 from perilune.ops.kda import triton_decode, triton_verify
+from perilune.ops.kda.arguments import check
+from perilune.ops.kda.triton.states import kda_triton_states
 from perilune.ops.kda.verify import Projections
 from perilune.ops.triton import norm, short_conv, situ_glu
 
 HEADS, SIZE, WIDTH = 16, 128, 7168
+SHARED_BYTES = 232_448  # that a program may have on sm_90
 NUMBERS = (HEADS, SIZE, -5.0, SIZE**-0.5, 1e-5)
 
 
@@ -133,7 +136,19 @@ def test_compiles(name: str) -> None:
         assert result.registers * 32 * result.warps <= 65536, result
 
 
-def test_the_overlapped_backward_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_mix, "OVERLAP", True)
-    (result,) = compiled(lambda: depth(True))
-    assert result.name == triton_overlap.overlapped_kernel.fn.__name__ and result.spilled <= 512
+def test_the_widest_rows_fit_into_shared_memory() -> None:
+    """A loop's stages hold a row each, of every tensor that it reads: at 16384 numbers in float32 not many fit."""
+    rows = [full(3, 16_384) for _ in range(3)]
+    norm = full(16_384)
+    launches = compiled(lambda: triton_mix.forward(rows, rows[0], norm, 1e-5, norm, 1e-5, training=True))
+    launches += compiled(lambda: triton_mix.backward(rows, rows[0], rows[1], rows[2], full(3, 7), norm, norm, 1e-5))
+    assert len(launches) == 2 and all(one.shared <= SHARED_BYTES for one in launches), launches
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_states_that_leave_the_scan_fit_beside_its_stages(dim: int) -> None:
+    sequence = [half(1, 256, 2, dim) for _ in range(4)] + [half(1, 256, 2)]
+    options = {"lower_bound": -5.0, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "A_log": full(2)}
+    args = check(*sequence, output_final_state=True, **options)
+    launches = {one.name: one for one in compiled(lambda: kda_triton_states(args, [64, 192]))}
+    assert launches["scan_forward_kernel"].shared <= SHARED_BYTES, launches

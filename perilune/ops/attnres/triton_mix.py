@@ -25,9 +25,7 @@ from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import power_of_two
 
-# The backward kernel of `triton_overlap` instead of the one here: equal in the interpreter, not yet run on a GPU. The tests
-# and tests/gpu take both; the slower one goes when they have been timed.
-OVERLAP = False
+# Of a Hopper multiprocessor, for one program.
 SHARED_BYTES = 220 * 1024
 
 
@@ -234,7 +232,7 @@ def forward(
             views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, *partial, parameter(score_weight_D),
             None if norm_weight_D is None else parameter(norm_weight_D), total, mixed, out, statistics, eps, norm_eps,
             D=width, BD=power_of_two(width), ALIGNED=aligned(views, strides, width),
-            STAGES=stages_for(width, first.element_size(), stages), num_warps=warps_for(width, num_warps),
+            STAGES=stages_for(power_of_two(width) * first.element_size(), 1, stages), num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     return total, out, mixed, statistics
 
@@ -254,14 +252,12 @@ def backward(
     if rows:
         dout_rows, dout_stride = as_rows(dout)
         dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else as_rows(dtotal)
-        kernel = _backward_kernel
-        if OVERLAP:
-            from perilune.ops.attnres.triton_overlap import overlapped_kernel as kernel
-        kernel[(programs,)](
+        _backward_kernel[(programs,)](
             views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
             parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
             norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),
-            ALIGNED=aligned(views, strides, width), STAGES=stages_for(width, first.element_size(), stages), num_warps=warps_for(width, num_warps),
+            ALIGNED=aligned(views, strides, width), STAGES=stages_for(power_of_two(width) * first.element_size(), 2, stages),
+            num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
     return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), gradients
@@ -274,9 +270,9 @@ def aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> bool
     return width % step == 0 and all(x.data_ptr() % 16 == 0 and s % step == 0 for x, s in zip(views, strides))
 
 
-def stages_for(width: int, itemsize: int, most: int) -> int:
-    """Rows of shared memory that the loop over sources may fill ahead: what a Hopper multiprocessor has for one program."""
-    return max(1, min(most, SHARED_BYTES // (power_of_two(width) * itemsize)))
+def stages_for(row_bytes: int, loads: int, most: int) -> int:
+    """Stages of the loop over sources, each step of which fetches `loads` rows: one less than that many are on their way."""
+    return min(most, 1 + SHARED_BYTES // (loads * row_bytes))
 
 
 def warps_for(width: int, most: int) -> int:

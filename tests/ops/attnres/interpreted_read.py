@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
-from perilune.ops.attnres import mix, read, select, triton_mix
+from perilune.ops.attnres import mix, read, select
 from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.norm import rms_norm_reference
@@ -15,12 +15,6 @@ from perilune.ops.norm import rms_norm_reference
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["", "overlap"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the backward kernel."""
-    monkeypatch.setattr(triton_mix, "OVERLAP", request.param)
 
 
 def by_formula(bank, live, delta, score_weight, norm_weight):

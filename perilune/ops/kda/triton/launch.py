@@ -163,7 +163,7 @@ def forward(
         v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,
         *v.stride()[:2], *entry.strides, *((0,) * 4 if final is None else state_strides(final, s.state_v_first)), heads,
         K=key_dim, V=value_dim, BV=bv, HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
-        **configs.SCAN[bv > 64],
+        **(configs.SCAN if exports[0] is None else configs.SCAN_EXPORTS)[bv > 64],
     )  # fmt: skip
     return o, final, x, U, S, entry.M
 
