@@ -95,7 +95,7 @@ class LatentMoE(nn.Module):
     def _observe(self, routing: Routing) -> None:
         if in_recompute():  # activation recomputation in a backward pass: these tokens were counted before
             return
-        counts = torch.bincount(routing.index_NA.flatten(), minlength=self.moe.num_experts)
+        counts = routing.counts()
         self.balancer.observe(routing.scores_NE, routing.cutoff_N, None, counts, self.router.bias)
         self.counts_E += counts
 
