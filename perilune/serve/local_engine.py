@@ -77,7 +77,7 @@ class LocalEngine:
         self.tokenizer, self.name, self.thinking, self.images = tokenizer, name, thinking, images
         self.context_length = context_length
         self.settings = settings or EngineSettings()
-        geometry = pool_geometry(model.cfg, model.compute_dtype, unit=self.settings.hash_unit)
+        geometry = pool_geometry(model.cfg, model.compute_dtype, unit=self.settings.hash_unit, device=model.device)
         free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else None
         pages = self.settings.pages(geometry, context_length, free)
         cache = HybridCache(geometry, pages, Retention.parse(self.settings.retention), self.settings.eviction)

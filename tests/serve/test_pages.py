@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from perilune.config.presets import tiny
+from perilune.config.presets import preset, tiny
 from perilune.errors import CapacityError, ConfigError
 from perilune.model.paged import PagedRows
 from perilune.serve.cache import CopyPage, RestoreState, ZeroState, cache_geometry
@@ -140,3 +140,12 @@ def test_other_models_and_types_are_refused():
         move_state(pages, cache_geometry(cfg, unit=4), pages, cache_geometry(other, unit=4))
     with pytest.raises(CapacityError, match="no room"):
         PagePool(cfg, pool_geometry(cfg, torch.float32, unit=4), 1 << 44, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["tiny", "nano", "small", "mini", "mid"])
+def test_on_a_gpu_units_and_pages_are_whole_chunks_of_its_kernels(name):
+    geometry = pool_geometry(preset(name), torch.bfloat16, device=torch.device("cuda"))
+    assert geometry.unit % 64 == 0 and geometry.page_tokens % 64 == 0
+    asked = pool_geometry(preset(name), torch.bfloat16, unit=100, device=torch.device("cuda"))
+    assert asked.unit == 128, "rounded up"
+    assert pool_geometry(preset(name), torch.bfloat16, unit=4, device=torch.device("cpu")).unit == 4

@@ -21,20 +21,28 @@ from perilune.model.paged import PagedCache, PagedRecurrent, PagedRows
 from perilune.serve.cache import CacheGeometry, CopyPage, RestoreState, ZeroState, cache_geometry
 from perilune.serve.cache.plans import Operation
 
+GPU_ROWS = 64  # rows of a chunk of the recurrence, and tokens of a page that the attention kernels read
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def pool_geometry(cfg: ModelConfig, dtype: torch.dtype, *, unit: int | None = None) -> CacheGeometry:
+def pool_geometry(
+    cfg: ModelConfig, dtype: torch.dtype, *, unit: int | None = None, device: torch.device | None = None
+) -> CacheGeometry:
     """Sizes of the cache of a model that computes in `dtype`: windows and tokens in that type, matrices in fp32 (fp64).
 
     Args:
         cfg: the model.
         dtype: float32, bfloat16, float16 or float64.
         unit: tokens of a hash unit; None = from the cost of a checkpoint.
+        device: of the pool; on a GPU units, and so pages, are multiples of the tokens that its kernels take at once.
 
     Raises:
         ConfigError: another dtype, or see `cache_geometry`.
     """
+    if device is not None and device.type == "cuda":
+        plain = pool_geometry(cfg, dtype, unit=unit)
+        if plain.unit % GPU_ROWS:
+            unit = -(-plain.unit // GPU_ROWS) * GPU_ROWS
     if dtype is torch.float64:  # all numbers have twice the bytes of float32, so all ratios are the same
         single = cache_geometry(cfg, unit=unit, window="fp32", entry="fp32")
         return replace(single, token_bytes=2 * single.token_bytes, state_bytes=2 * single.state_bytes)
