@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 import os
 import threading
@@ -174,8 +175,8 @@ class Packs:
                 self._whole[name] = self._mark(name)
         with self._lock:
             self._sizes[name] = len(names) // NAME
-            for place in range(len(names) // NAME):
-                self._where.setdefault(names[place * NAME : (place + 1) * NAME], (name, place))
+            each = [names[at : at + NAME] for at in range(0, len(names), NAME)]
+            self._where.update(zip(each, zip(itertools.repeat(name), range(len(each)))))
 
     def size(self, name: str) -> int:
         """Pages of a pack that was learned or noted, else 0."""
@@ -271,7 +272,8 @@ class Writer:
             look(where, _chunks(pages))
         self._keep(number, pages, todo, pack, place)
         rest = np.flatnonzero(todo)
-        names = page_names(np.ascontiguousarray(pages[rest]))
+        view, sha = memoryview(pages.reshape(-1)), hashlib.sha256
+        names = [sha(view[row * PAGE : (row + 1) * PAGE]).digest()[:NAME] for row in rest.tolist()]
         fresh: dict[bytes, list[int]] = {}
         for row, name, found in zip(rest.tolist(), names, self.packs.find(names)):
             if found is not None:
@@ -285,7 +287,7 @@ class Writer:
             some = order[start : start + PACK_PAGES]
             head = _head(some)
             name = hashlib.sha256(head).hexdigest()
-            written = self.batch.put_named(name, head + pages[[fresh[one][0] for one in some]].tobytes())
+            written = self.batch.put_named(name, b"".join((head, pages[[fresh[one][0] for one in some]].data)))
             self.packs.note(name, head[len(MAGIC) + 4 :], whole=written)
             index = self._number(name)
             for at, one in enumerate(some):
@@ -305,9 +307,12 @@ class Writer:
             if not len(rows):
                 continue
             with contextlib.suppress(StoreDamaged):  # It was removed: its pages are stored again.
-                stored = self.packs.open(name)[1]
+                stored = self.packs.open(name)[1].view(np.uint64)
                 places = self.last.place[at[rows]]
-                same = (stored[places].view(np.uint64) == words[rows]).all(axis=1)
+                # A few words of each tell most changed pages without reading all of them.
+                alike = np.flatnonzero((stored[:, ::64][places] == words[:, ::64][rows]).all(axis=1))
+                rows, places = rows[alike], places[alike]
+                same = (stored[places] == words[rows]).all(axis=1)
                 if same.any():
                     pack[rows[same]], place[rows[same]] = self._number(name), places[same]
                     todo[rows[same]] = False
