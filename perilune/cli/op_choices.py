@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-_SIZES = {"B": 2, "T": 32, "S": 32, "D": 64, "L": 32, "H": 2, "K": 64, "V": 64, "N": 64, "E": 8, "A": 2, "F": 32, "X": 128, "W": 4, "Z": 256, "n": 32, "r": 16, "I": 64, "O": 32, "M": 32, "P": 64}  # fmt: skip
+_SIZES = {"B": 2, "T": 32, "S": 32, "D": 64, "L": 32, "H": 2, "K": 64, "V": 64, "N": 64, "E": 8, "A": 2, "F": 32, "X": 128, "W": 4, "Z": 256, "n": 32, "r": 16, "I": 64, "O": 32, "M": 32, "P": 64, "C": 48, "w": 576}  # fmt: skip
 _DTYPES = ("fp32", "bf16")
 
 
@@ -86,6 +86,12 @@ def _sample(parameter: inspect.Parameter, device: str, dtype: str) -> Any:
         fixed = any(word in name for word in ("logits", "scores", "state", "bias"))
         tensor = torch.zeros(shape, dtype=torch.float32 if fixed else activation, device=device)
         return [tensor, tensor.clone()] if "Sequence" in kind or "list" in kind or "tuple" in kind else tensor
+    if "DeviceWeight" in kind:  # MXFP4 as the kernels want it; on a CPU as it is published
+        from perilune.ops.mx.experts import PackedWeight
+        from perilune.ops.mx.pack import pack
+
+        packed = PackedWeight.of(torch.zeros(_SIZES["E"], 128, 128, device=device))
+        return pack(*packed) if device == "cuda" else packed
     if "torch.dtype" in kind:
         return activation
     if "device" in kind:

@@ -91,7 +91,7 @@ def test_errors_name_the_field(client):
             "response_format.json_schema.schema",
         ),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[0]"),
     ]:
         with pytest.raises(openai.BadRequestError) as caught:

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from perilune.ops.choice import force
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.triton import support
 from perilune.ops.kda.triton.plan import CHUNK, LEAST_SEGMENT, plan
@@ -53,17 +52,12 @@ def arguments(dtype: torch.dtype = torch.bfloat16, key_dim: int = 128, value_dim
     return check(q, q, v, q, v[..., 0], **settings)
 
 
-def test_calls_that_no_gpu_has_checked_go_to_torch_unless_demanded() -> None:
-    assert support.unsuitable(arguments()) is None
+def test_calls_that_the_kernels_do_not_take_say_why() -> None:
+    for args in (arguments(), arguments(lower_bound=None), arguments(torch.float16), arguments(key_dim=64)):
+        assert support.unsuitable(args) is None
     for args, word in (
-        (arguments(lower_bound=None), "bounded gate"),
-        (arguments(torch.float16), "bfloat16"),
-        (arguments(key_dim=64), "K = V = 128"),
+        (arguments(key_dim=96), "64 or 128, not 96"),
+        (arguments(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True), "up to 2"),
     ):
         reason = support.unsuitable(args)
         assert reason is not None and word in reason
-        with force("triton"):
-            assert support.unsuitable(args) is None
-    with force("triton"):
-        reason = support.unsuitable(arguments(key_dim=96))
-    assert reason is not None and "64 or 128, not 96" in reason
