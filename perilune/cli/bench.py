@@ -139,6 +139,8 @@ def _line(row: Row) -> str:
         text += f"   {row.peer}: {row.peer_ms:.3f} ms, ratio {row.ratio:.2f}"
     if row.bound_ms:
         text += f"   bound {row.bound_ms:.3f} ms"
+    if "flashkda_recorded_ms" in row.extra:
+        text += f"   FlashKDA, recorded: {row.extra['flashkda_recorded_ms']:.3f} ms"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
     if "p99_ms" in row.extra:
