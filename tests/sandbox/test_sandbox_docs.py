@@ -63,7 +63,7 @@ def test_the_pages_service_runs(with_python, home, monkeypatch, capsys):
                 said[line] = done.stdout
             assert said["perilune sandbox resume job -- cat /workspace/n"] == "1\n"
             assert "job" in said["perilune sandbox ps"]
-            exec(next(block for block in blocks("python") if "Remote" in block), {})
+            exec(next(block for block in blocks("py") if "Remote" in block), {})
             assert capsys.readouterr().out == "b'got it\\n'\n"
             if shutil.which("curl"):
                 done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=120)
@@ -74,7 +74,7 @@ def test_the_pages_service_runs(with_python, home, monkeypatch, capsys):
 
 
 def test_the_pages_fleet_names_what_there_is():
-    block = next(block for block in blocks("python") if "Fleet" in block)
+    block = next(block for block in blocks("py") if "Fleet" in block)
     assert "Fleet(address=" in block
     calls = {*re.findall(r"(?:fleet|box)\.(\w+)\(", block)}
     assert calls == {"create", "checkpoint", "resume"} and all(
