@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from perilune.errors import CapacityError, PeriluneError
+from perilune.ops.native.build import release_threads
 from perilune.serve.answer import Answer
 from perilune.serve.cache import HybridCache
 from perilune.serve.engine import CacheEvent, EngineFailed
@@ -149,6 +150,7 @@ class EngineCore:
             if self._closed:
                 raise CapacityError("the engine is closed; load the model again")
             if self._thread is None:
+                release_threads()  # of the thread that loaded the model: from here on another one computes
                 self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
                 self._thread.start()
             self._inbox.put(command)

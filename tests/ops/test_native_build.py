@@ -221,3 +221,12 @@ def test_bf16_rounding_is_torchs(folder: Path) -> None:
     truth = x.bfloat16().float()
     assert torch.equal(torch.isnan(y), torch.isnan(x))
     assert torch.equal(y.nan_to_num(1.5), truth.nan_to_num(1.5))
+
+
+def test_threads_come_back_after_they_were_let_go() -> None:
+    """The same products before and after, and no fewer threads."""
+    x, threads = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    before = x @ x
+    for _ in range(2):
+        assert build.release_threads() in (True, False)
+        assert torch.equal(x @ x, before) and torch.get_num_threads() == threads
