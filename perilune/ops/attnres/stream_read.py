@@ -17,6 +17,7 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.attnres.mixing import check, mix, select
 from perilune.ops.norm import rms_norm
+from perilune.ops.triton.available import choose as choose_triton
 
 
 def read(
@@ -51,7 +52,9 @@ def read(
             f"the read got a running sum {list(live.shape)} and an output {list(delta.shape)}; they must have one shape"
         )
     sources = [*bank, live]
-    if select(sources if delta is None else [*sources, delta]).implementation == "triton":
+    inputs = sources if delta is None else [*sources, delta]
+    # Elsewhere `mix` selects; asking twice would be work done twice in every decode step.
+    if choose_triton(*inputs) is not None and select(inputs).implementation == "triton":
         from perilune.ops.attnres.triton_mix import read as fused
 
         check(sources, score_weight_D)
