@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from perilune.cli.main import main
-from perilune.ops.native.build import _cache_directories
+from perilune.ops import build_cache
 from perilune.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,7 @@ def test_help_is_short_and_help_all_has_every_setting(capsys):
 
 def spawn(home: Path, cache: Path, *args: str) -> subprocess.Popen[str]:
     """The command in a process of its own; its prepared text is put aside, compiled kernels are shared."""
-    kernels = next(_cache_directories())
+    kernels = next(build_cache.directories("native"))
     own = cache / "perilune"
     own.mkdir(exist_ok=True)
     if not (own / "native").exists():

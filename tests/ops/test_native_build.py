@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from perilune.ops import build_cache
 from perilune.ops.native import build
 
 SOURCE = """
@@ -156,7 +157,7 @@ def test_an_unusable_cache_falls_back_to_a_temporary_directory(
     monkeypatch.setenv("PERILUNE_CACHE", str(blocked))  # not a directory: as unusable as a read-only one, even for root
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(build_cache.tempfile, "gettempdir", lambda: str(temporary))
     assert build.load("probe", folder) is not None
     assert list(temporary.glob("perilune-*/native/probe-*.so"))
 
@@ -166,7 +167,7 @@ def test_a_directory_that_others_can_write_is_not_trusted(folder: Path, tmp_path
     shared = tmp_path / "cache" / "native"
     shared.mkdir(parents=True)
     shared.chmod(0o777)
-    assert shared not in list(build._cache_directories())
+    assert shared not in list(build_cache.directories("native"))
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from perilune.errors import PeriluneError
-from perilune.ops.cuda import cache as files
+from perilune.ops import build_cache
 
 FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_SECONDS = 180
@@ -72,8 +72,8 @@ def load(source: Path, entry: str, headers: Sequence[Path], defines: Mapping[str
     assert compiler is not None, "asked for an emulation where `missing` gives a reason"
     options = (*OPTIONS, f"-I{FOLDER}", f"-I{source.parent}", *(f"-D{n}={v}" for n, v in defines.items()))
     text = _WRAPPER.format(source=source.name, entry=entry)
-    key = files.source_key(source, [*headers, FOLDER / "emulator.h"], text, *compiler, *options)
-    path = files.find("emulated", source.stem, key, ".so")
+    key = build_cache.source_key(source, [*headers, FOLDER / "emulator.h"], text, *compiler, *options)
+    path = next(build_cache.matching("emulated", source.stem, key, ".so"), None)
     if path is None:
         with tempfile.TemporaryDirectory(prefix="perilune-") as scratch:
             wrapper, built = Path(scratch) / "wrapper.cpp", Path(scratch) / "kernel.so"
@@ -82,7 +82,7 @@ def load(source: Path, entry: str, headers: Sequence[Path], defines: Mapping[str
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS)
             if done.returncode:
                 raise EmulatorError(f"{source.name} does not compile for the CPU: {done.stderr.strip()[:2000]}")
-            path = files.put("emulated", source.stem, key, ".so", built.read_bytes())
+            path = next(build_cache.written("emulated", source.stem, key, ".so", built.read_bytes()), None)
         if path is None:
             raise EmulatorError("no writable directory for emulated kernels; set PERILUNE_CACHE")
     return ctypes.CDLL(str(path))

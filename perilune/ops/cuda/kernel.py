@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import cache as files
+from perilune.ops import build_cache
 from perilune.ops.cuda import driver, emulator, nvrtc
 
 logger = logging.getLogger(__name__)
@@ -167,13 +167,13 @@ class Kernel:
             CompileError: the source has an error.
         """
         options = self.options(capability)
-        name = files.source_key(self.source, self._headers(), *options, repr(nvrtc.version()))
-        path = files.find("cuda", self.source.stem, name, ".cubin")
+        name = build_cache.source_key(self.source, self._headers(), *options, repr(nvrtc.version()))
+        path = next(build_cache.matching("cuda", self.source.stem, name, ".cubin"), None)
         if path is not None:
             return path.read_bytes(), ""
         headers = {header.name: header.read_text() for header in self._headers()}
         cubin, log = nvrtc.compiled(self.source, headers, options)
-        files.put("cuda", self.source.stem, name, ".cubin", cubin)
+        next(build_cache.written("cuda", self.source.stem, name, ".cubin", cubin), None)
         return cubin, log
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:

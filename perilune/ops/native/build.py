@@ -5,9 +5,8 @@ per-user cache, loaded with ctypes and called with raw data pointers, so neither
 installation are needed. Where that cannot work (no compiler, no writable directory, PERILUNE_NATIVE=0) `load` returns
 None, `unavailable_reason` says why, and the caller's `select()` takes the torch path with that reason.
 
-The cache file's name is `<kernel>-<key>-<digest>.so`: the key covers the source, every header, the compiler, its flags
-and the processor; the digest is that of the file itself, so a truncated or altered file is noticed before it is mapped
-and is rebuilt. Files appear by rename, so any number of processes may build at once.
+The cache (`ops/build_cache.py`) keeps it under a key of the source, every header, the compiler, its flags and the
+processor.
 
 OpenMP: kernels must run on torch's own thread pool (two pools fight for the cores). Torch's bundled runtime is put in
 the global symbol scope first and the kernel is linked without a second one. Kernels take the thread count as an
@@ -20,7 +19,6 @@ cache directory.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
@@ -33,6 +31,8 @@ import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+
+from perilune.ops import build_cache
 
 logger = logging.getLogger(__name__)
 
@@ -96,66 +96,51 @@ def _load_or_build(name: str, folder: Path) -> ctypes.CDLL:
     _share_torch_openmp()
     compiler = _compiler()
     key = _cache_key(source, compiler)
-    for directory in _cache_directories():
-        for path in sorted(directory.glob(f"{name}-{key}-*.so")):
-            if (library := _open_checked(path)) is not None:
-                return library
+    for path in build_cache.matching("native", name, key, ".so"):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # a directory mounted noexec, or a library of this process that is gone
+            continue
     if compiler is None:
         raise BuildError("no C compiler found (looked for CC, gcc, cc, clang)")
     return _build(source, compiler, key)
 
 
-def _open_checked(path: Path) -> ctypes.CDLL | None:
-    """Load a cached library if its content still matches the digest in its name."""
-    try:
-        if hashlib.sha256(path.read_bytes()).hexdigest()[:16] != path.stem.rsplit("-", 1)[1]:
-            return None
-        return ctypes.CDLL(str(path))
-    except OSError:
-        return None
-
-
 def _build(source: Path, compiler: tuple[str, ...], key: str) -> ctypes.CDLL:
     problem = "no writable directory for compiled kernels (tried PERILUNE_CACHE, the user's cache and a temporary one)"
-    for directory in _cache_directories():
+    for compile_flags, link_flags in _flag_sets():
         try:
-            with tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=directory) as scratch:
-                for compile_flags, link_flags in _flag_sets():
-                    try:
-                        built = _compile(source, compiler, compile_flags, link_flags, Path(scratch))
-                        digest = hashlib.sha256(built.read_bytes()).hexdigest()[:16]
-                        final = directory / f"{source.stem}-{key}-{digest}.so"
-                        os.replace(built, final)
-                    except BuildError as error:
-                        problem = str(error)
-                        continue
-                    try:
-                        return ctypes.CDLL(str(final))
-                    except OSError as error:  # unresolved OpenMP symbols, or a directory mounted noexec
-                        problem = f"the compiled {source.name} does not load: {error}"
-                        final.unlink(missing_ok=True)
-        except OSError as error:
-            problem = f"cannot write {directory}: {error}"
+            built = _compile(source, compiler, compile_flags, link_flags)
+        except BuildError as error:
+            problem = str(error)
+            continue
+        for path in build_cache.written("native", source.stem, key, ".so", built):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:  # unresolved OpenMP symbols, or a directory mounted noexec
+                problem = f"the compiled {source.name} does not load: {error}"
+                path.unlink(missing_ok=True)
     raise BuildError(problem)
 
 
 def _compile(
-    source: Path, compiler: tuple[str, ...], compile_flags: tuple[str, ...], link_flags: tuple[str, ...], scratch: Path
-) -> Path:
+    source: Path, compiler: tuple[str, ...], compile_flags: tuple[str, ...], link_flags: tuple[str, ...]
+) -> bytes:
     """Compile and link in two steps: `-fopenmp` at the link would pull in a second OpenMP runtime."""
-    objects, library = scratch / "kernel.o", scratch / "kernel.so"
-    for command in (
-        [*compiler, *_OPTIMISE, *compile_flags, "-c", str(source), "-o", str(objects)],
-        [*compiler, "-shared", *link_flags, str(objects), "-o", str(library)],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler[0]} failed: {error}") from error
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            raise BuildError(f"{compiler[0]} failed on {source.name}: {lines[0]}")
-    return library
+    with tempfile.TemporaryDirectory(prefix="perilune-") as scratch:
+        objects, library = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
+        for command in (
+            [*compiler, *_OPTIMISE, *compile_flags, "-c", str(source), "-o", str(objects)],
+            [*compiler, "-shared", *link_flags, str(objects), "-o", str(library)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise BuildError(f"{compiler[0]} failed: {error}") from error
+            if done.returncode != 0:
+                lines = done.stderr.strip().splitlines() or ["no message"]
+                raise BuildError(f"{compiler[0]} failed on {source.name}: {lines[0]}")
+        return library.read_bytes()
 
 
 def _flag_sets() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -171,12 +156,8 @@ def _flag_sets() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 
 def _cache_key(source: Path, compiler: tuple[str, ...] | None) -> str:
-    digest = hashlib.sha256(source.read_bytes())
-    for header in sorted(source.parent.glob("*.h")):
-        digest.update(header.name.encode() + header.read_bytes())
-    digest.update(repr((_OPTIMISE, list(_flag_sets()), _version(compiler) if compiler else "")).encode())
-    digest.update(_processor().encode())
-    return digest.hexdigest()[:16]
+    built_by = repr((_OPTIMISE, list(_flag_sets()), _version(compiler) if compiler else ""))
+    return build_cache.source_key(source, sorted(source.parent.glob("*.h")), built_by, _processor())
 
 
 @lru_cache
@@ -207,25 +188,6 @@ def _processor() -> str:
         return text
     wanted = ("model name", "flags", "Features", "CPU part")
     return text + "".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _cache_directories() -> Iterator[Path]:
-    """Directories that exist, are ours, and cannot be written by anybody else, best first."""
-    base = os.environ.get("PERILUNE_CACHE")
-    if base:
-        wanted = [Path(base).expanduser()]
-    else:
-        wanted = [Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "perilune"]
-    wanted.append(Path(tempfile.gettempdir()) / f"perilune-{os.getuid()}")
-    for directory in wanted:
-        directory = directory / "native"
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            status, parent = directory.stat(), directory.parent.stat()
-        except OSError:
-            continue
-        if status.st_uid == parent.st_uid == os.getuid() and not status.st_mode & 0o022:
-            yield directory
 
 
 _OMP_PAUSE_HARD = 2  # omp_pause_hard of omp.h

@@ -50,20 +50,20 @@ def directories(kind: str) -> Iterator[Path]:
             yield directory
 
 
-def find(kind: str, stem: str, name: str, suffix: str) -> Path | None:
-    """The cached file with this stem and key whose content is what its name says; None if there is none."""
+def matching(kind: str, stem: str, name: str, suffix: str) -> Iterator[Path]:
+    """Cached files with this stem and key whose content is what their name says."""
     for directory in directories(kind):
         for path in sorted(directory.glob(f"{stem}-{name}-*{suffix}")):
             try:
-                if _digest(path.read_bytes()) == path.stem.rsplit("-", 1)[1]:
-                    return path
+                whole = _digest(path.read_bytes()) == path.stem.rsplit("-", 1)[1]
             except OSError:
                 continue
-    return None
+            if whole:
+                yield path
 
 
-def put(kind: str, stem: str, name: str, suffix: str, content: bytes) -> Path | None:
-    """Write a file under its name in the first folder that takes it; None if none does."""
+def written(kind: str, stem: str, name: str, suffix: str, content: bytes) -> Iterator[Path]:
+    """The file under its name, written in one folder after the other for as long as the caller asks for another."""
     for directory in directories(kind):
         final = directory / f"{stem}-{name}-{_digest(content)}{suffix}"
         try:
@@ -75,10 +75,9 @@ def put(kind: str, stem: str, name: str, suffix: str, content: bytes) -> Path | 
             except OSError:
                 Path(scratch).unlink(missing_ok=True)
                 raise
-            return final
         except OSError:
             continue
-    return None
+        yield final
 
 
 def _digest(content: bytes) -> str:
