@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from perilune.errors import CapacityError, PeriluneError
+from perilune.errors import PeriluneError
 from perilune.ops.native.build import release_threads
 from perilune.serve.answer import Answer
 from perilune.serve.cache import HybridCache
-from perilune.serve.engine import CacheEvent, EngineFailed
+from perilune.serve.engine import CacheEvent, EngineClosed, EngineFailed
 from perilune.serve.job import LocalJob
 from perilune.serve.runner import ModelRunner
 from perilune.serve.runner.runner import Scores
@@ -87,7 +87,7 @@ class EngineCore:
     # ---- from any thread
 
     def submit(self, job: LocalJob) -> None:
-        """Take a job in. CapacityError: the engine is closed."""
+        """Take a job in. EngineClosed: nothing is taken in any more."""
         self._post(lambda: self._begin(job))
 
     def abort(self, job: LocalJob) -> None:
@@ -148,7 +148,9 @@ class EngineCore:
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
-                raise CapacityError("the engine is closed; load the model again")
+                raise EngineClosed(
+                    "the engine is closed and takes no more requests; ask another server, or load the model again"
+                )
             if self._thread is None:
                 release_threads()  # of the thread that loaded the model: from here on another one computes
                 self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
@@ -168,7 +170,8 @@ class EngineCore:
             error = caught
             with self._lock:
                 self._closed = True
-        ended = EngineFailed(f"the engine stopped: {error}") if error else CapacityError("the engine was closed")
+        why = f"stopped by a fault: {error}" if error else "closed"
+        ended = EngineClosed(f"the engine was {why}; ask another server, or start this one again")
         for job in list(self.jobs.values()):
             job.end(ended)
         while not self._inbox.empty():  # whoever waits for a `call` gets its answer

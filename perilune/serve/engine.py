@@ -26,6 +26,10 @@ class EngineFailed(PeriluneError):
     temporary = True
 
 
+class EngineClosed(EngineFailed):
+    """The engine takes no more requests, for good; another server may, or this one once it has been started again."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobEnd:
     """The last thing that a job's listener hears.
@@ -116,7 +120,7 @@ class Job(Protocol):
             listener: called on the engine's thread with every delta, then once with a `JobEnd`; must not block.
 
         Raises:
-            CapacityError: the engine is closed.
+            EngineClosed: the engine takes no more requests.
         """
         ...
 
@@ -154,7 +158,7 @@ class Loop(Protocol):
         ...
 
     def submit(self, job: Job) -> JobStream:
-        """Begin; call it on the event loop that will read. CapacityError: too many wait already."""
+        """Begin; call it on the event loop that will read. CapacityError: too many wait already; EngineClosed: see `Job`."""
         ...
 
     def shutdown(self, timeout: float = 10.0) -> None:
@@ -187,6 +191,11 @@ class Engine(Protocol):
     @property
     def ready(self) -> bool:
         """Whether it takes requests and works on them."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests, for good: it was closed, or a fault of its own has ended it."""
         ...
 
     def metrics(self) -> EngineMetrics:

@@ -58,7 +58,7 @@ class LocalJob:
             listener: called on the engine's thread with every `Delta`, then once with a `JobEnd`; must not block.
 
         Raises:
-            CapacityError: the engine is closed.
+            EngineClosed: the engine takes no more requests.
         """
         assert self._listener is None, "a job runs once"
         self._listener, self._arrived = listener, time.perf_counter()

@@ -124,7 +124,8 @@ class JobLoop:
         """Begin a job; call it on the event loop that will read the text.
 
         Raises:
-            CapacityError: too many jobs wait already, or the engine is closed.
+            CapacityError: too many jobs wait already.
+            EngineClosed: the engine takes no more requests.
         """
         stream = JobStream(job)
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from fake_engine import FakeEngine
 from tiny_model import TOKENIZER, scripted_engine, tiny_engine, tiny_model, uncached
 
-from perilune.errors import CapacityError, RequestError
+from perilune.errors import RequestError
+from perilune.serve.api.envelope import as_api_error
 from perilune.serve.chat_session import ChatSession
-from perilune.serve.engine import EngineFailed, JobEnd
+from perilune.serve.engine import EngineClosed, EngineFailed, JobEnd
 from perilune.serve.request import FieldError, SamplingParams, Service
 from perilune.serve.settings import EngineSettings
 from perilune.tokenizer.xtml import render
@@ -338,8 +340,28 @@ def test_a_closed_engine_says_so():
     engine = tiny_engine()
     finish(engine.complete([PROMPTS[0]], GREEDY))
     engine.close()
-    with pytest.raises(CapacityError, match="closed"):
+    with pytest.raises(EngineClosed, match="closed"):
         list(engine.complete([PROMPTS[0]], GREEDY))
+
+
+def test_clients_of_an_engine_that_closes_get_503():
+    engine = tiny_engine()
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    engine.complete([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True)).start(heard.put)
+    heard.get(timeout=60)  # it runs
+    engine.close()
+    while not isinstance(event := heard.get(timeout=60), JobEnd):
+        pass
+    for error in (event.error, refused(engine)):
+        answer = as_api_error(error)
+        assert answer.status == 503 and "closed" in answer.message and "Retry-After" in answer.headers
+
+
+def refused(engine) -> BaseException:
+    """What a job is told that comes too late."""
+    with pytest.raises(EngineClosed) as caught:
+        engine.complete([PROMPTS[0]], GREEDY).start(print)
+    return caught.value
 
 
 def test_no_grad_mode_leaks_to_the_caller(engine):
