@@ -41,6 +41,7 @@ RECORDED: dict[tuple[int, int, int], tuple[float, float]] = {
     (1, 65_536, 12): (3.726, 7.027),
     (1, 262_144, 12): (14.67, 28.23),
 }
+COMPILED_BEFORE = "kda:" + ",".join(map(str, sorted({heads for _, _, heads in RECORDED})))  # see `bench.precompile`
 # A token of a head, chunks of 64: operations and bytes of an implementation that reads and writes everything once.
 FLOPS = {"fwd": 6 * DIM**2 + 8 * 64 * DIM + 64**2, "bwd": 16 * DIM**2 + 22 * 64 * DIM}
 BYTES = {"fwd": 1282, "bwd": 2308}
@@ -146,6 +147,7 @@ def cases() -> Iterator[RecordedCase]:
                 flops=tokens * sum(FLOPS[w] for w in works),
                 bytes=tokens * sum(BYTES[w] for w in works),
                 dtype=torch.bfloat16,
+                precompile=() if other is None else (COMPILED_BEFORE,),
             )
 
 

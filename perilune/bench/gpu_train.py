@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from perilune.bench.harness import Case
-from perilune.bench.kimi_linear import kimi_linear_shaped, pair, random_ids
+from perilune.bench.kimi_linear import import_peer, kimi_linear_shaped, pair, random_ids
 from perilune.bench.train import ours_step, peer_step
 from perilune.config import ModelConfig, OptimConfig
 from perilune.config.presets import preset
+from perilune.config.published import publish, to_json
 from perilune.errors import ConfigError
 from perilune.model import Transformer, init_weights
 from perilune.shapes.flops import train_flops_per_token
@@ -40,22 +42,41 @@ def _require_fla() -> None:
         ) from error
 
 
-def _case(name: str, cfg: ModelConfig, shape: tuple[int, int], optim: OptimConfig, words: str, peer: bool) -> Case:
+def peer_once(name: str, length: int) -> None:
+    """One step of the peer in the preset's shape, as short and shallow as runs the same kernels: for `precompile`."""
+    transformers = import_peer()
+    whole = kimi_linear_shaped(preset(name))
+    cfg = replace(whole, num_layers=2)  # the last layer has latent attention, the one before it KDA
+    model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig.from_dict(to_json(publish(cfg)))).cuda()
+    ids = random_ids(cfg, 1, length + 1).cuda()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        model.eval()(ids, use_cache=False)
+    peer_step(model, torch.bfloat16, ids)()
+
+
+def _case(
+    name: str,
+    cfg: ModelConfig,
+    shape: tuple[int, int],
+    optim: OptimConfig,
+    words: str,
+    precompile: tuple[str, ...] = (),
+) -> Case:
     batch, length = shape
 
     def make() -> tuple[Callable[[], Any], Callable[[], Any] | None]:
         gc.collect()  # the previous row's model
         torch.cuda.empty_cache()
         ids = random_ids(cfg, batch, length + 1).cuda()
-        if peer:
+        if precompile:
             ours, theirs = pair(cfg, device="cuda")
             return ours_step(ours, optim, torch.bfloat16, ids), peer_step(theirs, torch.bfloat16, ids)
         return ours_step(init_weights(Transformer(cfg)).cuda(), optim, torch.bfloat16, ids), None
 
     return Case(
         name=f"train_step_bf16_{name}", shape=f"{words}, B{batch} T{length}", make=make,
-        peer="transformers kimi_linear on fla-core" if peer else "",
-        flops=batch * length * train_flops_per_token(cfg, length), dtype=torch.bfloat16,
+        peer="transformers kimi_linear on fla-core" if precompile else "",
+        flops=batch * length * train_flops_per_token(cfg, length), dtype=torch.bfloat16, precompile=precompile,
     )  # fmt: skip
 
 
@@ -73,9 +94,8 @@ def cases(peer: str) -> Iterator[Case]:
     if peer == "transformers":
         _require_fla()
     adamw = OptimConfig(name="adamw", lr_adamw=1e-4)
+    tasks = tuple(f"train:{name}" for name in BATCHES) if peer == "transformers" else ()
     for name, shape in BATCHES.items():
         cfg = preset(name)
-        yield _case(
-            name, kimi_linear_shaped(cfg), shape, adamw, f"{name} in Kimi-Linear's form, AdamW", peer == "transformers"
-        )
-        yield _case(f"{name}_k3_muon", cfg, shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing", False)
+        yield _case(name, kimi_linear_shaped(cfg), shape, adamw, f"{name} in Kimi-Linear's form, AdamW", tasks)
+        yield _case(f"{name}_k3_muon", cfg, shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing")

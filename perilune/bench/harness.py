@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from perilune import __version__
+from perilune.bench.precompile import precompile
 from perilune.errors import ConfigError
 
 PEERS = ("transformers", "fla", "torchao")
@@ -50,6 +51,7 @@ class Case:
         peer: what the peer is.
         flops, bytes: work of an ideal implementation; 0 = not counted.
         dtype: of the matrix products, chooses the matmul ceiling.
+        precompile: tasks of `bench.precompile` for the peer's kernels, done once in a run of a suite.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Case:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: torch.dtype = torch.float32
+    precompile: tuple[str, ...] = ()
 
     def measure(self, device: str, samples: int) -> Row:
         """Warm up, then sample ours and the peer in turn."""
@@ -295,11 +298,17 @@ def run_suite(
     Raises:
         ConfigError: the results file holds something else.
     """
-    start, done, rows = time.monotonic(), known(results, device), []
+    end = math.inf if budget_seconds is None else time.monotonic() + budget_seconds
+    done, rows, compiled = known(results, device), [], set()
     for case in cases:
         row = done.get((case.name, case.shape))
         if row is None:
-            if budget_seconds is not None and time.monotonic() - start >= budget_seconds:
+            tasks = [task for task in getattr(case, "precompile", ()) if task not in compiled]
+            if tasks and time.monotonic() < end:
+                compiled.update(tasks)
+                for problem in precompile(*tasks, seconds=end - time.monotonic()):
+                    print(problem, file=sys.stderr, flush=True)
+            if time.monotonic() >= end:
                 continue  # later cases may still be in the file
             row = case.measure(device, samples)
             if results is not None:

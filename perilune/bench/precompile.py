@@ -1,0 +1,145 @@
+"""Compile a peer's Triton kernels in many processes before they are timed.
+
+    python -m perilune.bench.precompile PART/PARTS SECONDS TASK    # one of the processes that `precompile` starts
+
+A library that chooses launch settings by trying them compiles some two hundred kernels before its first result: minutes on
+one core. Here every process makes the peer's calls with its autotuner replaced by one that compiles each PARTS-th
+candidate and launches none; the results stay in Triton's cache on disk, where the process that measures finds them. What
+a process calls with is garbage from the first kernel on, since nothing was computed; only the shapes matter.
+
+Tasks: `kda:H,H,...` is fla-core's chunk_kda, forward and backward, for these numbers of heads of 128 channels;
+`train:PRESET` a training step of transformers' kimi_linear in the preset's shape.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROCESSES = 16
+START_SECONDS = 15.0  # of a process until its first kernel: a shorter rest of a budget is not worth one
+LONGEST = 3600.0
+TOKENS = 256
+
+
+def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
+    """Run the tasks, all of them in every process.
+
+    Args:
+        tasks: see above.
+        seconds: after which the processes end, wherever they are; a later call goes on.
+
+    Returns:
+        Problems that processes reported, without repetition. A candidate that does not fit the device is none.
+    """
+    if seconds < START_SECONDS:
+        return []
+    parts = max(1, min(PROCESSES, os.cpu_count() or 1))
+    limit = min(seconds, LONGEST)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{part}.txt" for part in range(parts)]
+        running = []
+        for part, log in enumerate(logs):
+            command = [sys.executable, "-m", "perilune.bench.precompile", f"{part}/{parts}", str(limit), *tasks]
+            with log.open("w") as file:
+                running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=_environment()))
+        end = time.monotonic() + limit
+        try:
+            for process in running:
+                process.wait(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        problems = [line for log in logs for line in log.read_text().splitlines() if line.startswith("precompile: ")]
+    return sorted(set(problems))
+
+
+def _environment() -> dict[str, str]:
+    """Of a process: its timings, which mean nothing, must not be kept, and one thread is enough."""
+    kept = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0", "OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | kept | {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def compile_only(part: int, parts: int, end: float) -> None:
+    """From now on Triton's autotuner compiles candidates part, part + parts, ... and launches nothing."""
+    from triton.runtime.autotuner import Autotuner
+
+    def run(self: Autotuner, *args: object, **kwargs: object) -> None:
+        self.nargs = dict(zip(self.arg_names, args))
+        try:
+            first = (
+                part + zlib.crc32(self.base_fn.__name__.encode())
+            ) % parts  # few candidates: not all on the same ones
+            for config in self.prune_configs(kwargs)[first::parts]:
+                if time.monotonic() < end:
+                    _compile(self, args, kwargs | config.all_kwargs())
+        finally:
+            self.nargs = None
+
+    Autotuner.run = run
+
+
+def _compile(tuner: Any, args: tuple, kwargs: dict) -> None:
+    try:
+        tuner.fn.run(*args, **kwargs, warmup=True)
+    except Exception as error:  # a candidate that needs too much shared memory is one that the tuner will drop as well
+        if "resource" not in str(error).lower():
+            _report(f"{tuner.base_fn.__name__}: {type(error).__name__}")
+
+
+def _report(text: str) -> None:
+    print(f"precompile: {text}", file=sys.stderr, flush=True)
+
+
+def _kda(heads: str) -> None:
+    from perilune.bench import gpu_kda
+
+    op = gpu_kda.peer()
+    assert op is not None, "fla-core is not installed"
+    for count in map(int, heads.split(",")):
+        sets = [gpu_kda.inputs(1, TOKENS, count, 0)]
+        gpu_kda.forward(op, sets)()
+        gpu_kda.training(op, sets)()
+        torch.cuda.synchronize()
+
+
+def _train(name: str) -> None:
+    from perilune.bench import gpu_train
+
+    gpu_train.peer_once(name, TOKENS)
+    torch.cuda.synchronize()
+
+
+TASKS: dict[str, Callable[[str], None]] = {"kda": _kda, "train": _train}
+
+
+def main(part: str, seconds: str, *tasks: str) -> None:
+    """Run the tasks as one of the processes."""
+    number, parts = map(int, part.split("/"))
+    compile_only(number, parts, time.monotonic() + float(seconds) - 2)
+    for task in tasks:
+        name, _, argument = task.partition(":")
+        try:
+            TASKS[name](argument)
+        except Exception as error:  # whatever garbage leads to; what is compiled by then counts
+            _report(f"{task}: {type(error).__name__}: {str(error)[:200]}".replace("\n", " "))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
