@@ -287,13 +287,15 @@ def _step(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
 def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if not sys.stdin.isatty():
         raise ConfigError("sandbox shell needs a terminal on stdin; use run or resume for scripts")
-    from perilune.cli.terminal import relay
+    from perilune.cli.terminal import relay, window
 
     env, secrets = _variables(flags)
     with _opened(sandboxes, flags, one_name(flags, "shell") if flags.names else None) as box:
         env = {"TERM": os.environ.get("TERM", "xterm"), "PS1": f"{box.name}:\\w# ", **env}
         with contextlib.closing(
-            box.terminal(program or ["/bin/sh"], env=env, secrets=secrets, cwd=flags.cwd)
+            box.terminal(
+                program or ["/bin/sh"], env=env, secrets=secrets, cwd=flags.cwd, size=window(sys.stdin.fileno())
+            )
         ) as process:
             return int(relay(process)["code"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import socket
 import threading
@@ -111,10 +112,18 @@ class GuestCalls(abc.ABC):
         env: Mapping[str, str] | None = None,
         secrets: Mapping[str, str] | None = None,
         cwd: str = "/workspace",
+        size: tuple[int, int] = (24, 80),
     ) -> Process:
-        """Start a command on a pseudo-terminal; the caller relays `Process.terminal` and closes the process."""
+        """Start a command on a pseudo-terminal; the caller relays `Process.terminal` and closes the process.
+
+        Args:
+            size: rows and columns of its window; `Process.resize` changes them.
+        """
         machine = self._running("terminal")
-        return machine.start(argv, self._variables(env, secrets), cwd, terminal=True)
+        process = machine.start(argv, self._variables(env, secrets), cwd, terminal=True)
+        with contextlib.suppress(OSError):  # It has ended already.
+            process.resize(*size)
+        return process
 
     def _variables(self, env: Mapping[str, str] | None, secrets: Mapping[str, str] | None) -> dict[str, str]:
         """A command's environment; its secrets are noted, so that no checkpoint saves them."""

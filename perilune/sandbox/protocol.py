@@ -272,6 +272,10 @@ class Process(Protocol):
         """`code`, `signal`, `cpu`, `rss`. Raises GuestLost when the guest ended first."""
         ...
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Tell a program on a pseudo-terminal how large its window is. Raises OSError if it has ended."""
+        ...
+
     def kill(self) -> None:
         """End it and everything that it started and that is still in its session."""
         ...

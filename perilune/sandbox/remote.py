@@ -194,7 +194,7 @@ class RemoteSandbox:
         cwd: str = "/workspace",
         size: tuple[int, int] = (24, 80),
     ) -> RemoteTerminal:
-        """See `Sandbox.terminal`; `size` is rows and columns, which stay as they are."""
+        """See `Sandbox.terminal`."""
         header = self._header(argv, None, env, secrets, cwd) | {"terminal": True, "rows": size[0], "columns": size[1]}
         return RemoteTerminal(self, header)
 

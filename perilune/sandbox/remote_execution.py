@@ -86,9 +86,14 @@ class RemoteTerminal:
     """A program on a pseudo-terminal at a service, as `cli/terminal.py` relays one: `terminal` takes keys and gives output."""
 
     def __init__(self, sandbox: RemoteSandbox, header: Mapping[str, Any]) -> None:
+        self._connection = sandbox.connection
         self._stream = sandbox.connection.stream(sandbox._path("/exec"), json.dumps(header).encode() + b"\n")
-        self._events = self._stream.events()
-        next(self._events)
+        try:
+            self._events = self._stream.events()
+            self._command = next(self._events)["command"]
+        except BaseException:
+            self._stream.close()
+            raise
         ours, theirs = socket.socketpair()
         self.terminal = ours.detach()
         self._other = theirs
@@ -110,6 +115,13 @@ class RemoteTerminal:
     def status_fd(self) -> int:
         """Readable when the program has ended."""
         return self._ended
+
+    def resize(self, rows: int, columns: int) -> None:
+        """See `protocol.Process`."""
+        try:
+            self._connection.json("PUT", f"/v1/commands/{self._command}/window", {"rows": rows, "columns": columns})
+        except PeriluneError as error:
+            raise OSError(f"the service does not resize the terminal: {error}") from error
 
     def finish(self) -> Mapping[str, Any]:
         """`code` and `signal`. Raises GuestLost if they never came."""

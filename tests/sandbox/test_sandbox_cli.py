@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -12,6 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from perilune.sandbox import Sandboxes
+from perilune.sandbox.drivers.proc_process import set_window
+from perilune.sandbox.pool import Pool
 
 TESTED_DRIVERS = ("proc",)
 
@@ -188,10 +193,26 @@ def test_a_killed_run_is_listed_as_lost_and_removed_on_demand(cli, home):
     assert told(cli("ps", "--json"))["sandboxes"] == []
 
 
-def test_shell_is_a_terminal_in_the_sandbox(home):
+@pytest.mark.parametrize("where", ["here", "service"])
+def test_shell_is_a_terminal_in_the_sandbox_and_its_window_has_the_users_size(home, monkeypatch, where):
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    with contextlib.ExitStack() as stack:
+        if where == "service":
+            api = pytest.importorskip("perilune.sandbox.api", reason="the extra 'serve' is not installed")
+            pool = stack.enter_context(Pool(Sandboxes(home, sync="none")))
+            monkeypatch.setenv("PERILUNE_SANDBOX_URL", stack.enter_context(api.serve_in_thread(pool)).url)
+        _use_a_shell()
+        done = subprocess.run(
+            [sys.executable, "-m", "perilune", "sandbox", "resume", "sh", "--", "cat", "/workspace/n"],
+            capture_output=True, stdin=subprocess.DEVNULL, timeout=120,
+        )  # fmt: skip
+        assert done.stdout == b"42\n"
+
+
+def _use_a_shell() -> None:
+    """Start one as a user does, on a terminal whose window changes its size meanwhile."""
     pid, master = pty.fork()
     if pid == 0:
-        os.environ["PERILUNE_SANDBOX_HOME"] = str(home)
         os.execv(sys.executable, [sys.executable, "-m", "perilune", "sandbox", "shell", "--name", "sh"])
     seen = b""
 
@@ -206,16 +227,14 @@ def test_shell_is_a_terminal_in_the_sandbox(home):
         assert words in seen, seen
 
     until(b"# ")
-    os.write(master, b"tty; stty size; echo $((6*7)) > /workspace/n; exit 5\n")
+    os.write(master, b"tty; echo $((6*7)) > /workspace/n\n")
     until(b"/dev/pts/0")
+    set_window(master, 41, 123)
+    os.write(master, b"until test \"$(stty size)\" = '41 123'; do :; done; echo resi''zed; exit 5\n")
+    until(b"resized")
     until(b"kept: sh")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
     os.close(master)
-    done = subprocess.run(
-        [sys.executable, "-m", "perilune", "sandbox", "resume", "sh", "--", "cat", "/workspace/n"],
-        capture_output=True, timeout=120, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
-    )  # fmt: skip
-    assert done.stdout == b"42\n"
 
 
 def test_a_machine_that_refuses_namespaces_is_told_which_call_it_was(home):

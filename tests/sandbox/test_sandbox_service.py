@@ -339,19 +339,28 @@ def test_an_event_loop_uses_a_service(remote, driver):
     asyncio.run(asyncio.wait_for(work(), 2 * DEADLINE))
 
 
-def test_a_terminal_over_the_service(box):
-    process = box.terminal(["sh", "-c", "stty size; read line; echo got $line; exit 5"], size=(33, 101))
+def test_a_terminal_over_the_service(remote, box):
+    script = "stty size; read line; echo got $line; stty size; exit 5"
+    process = box.terminal(["sh", "-c", script], size=(33, 101))
     try:
         said = b""
         sent = False
-        while b"got hello" not in said:
+        while b"got hello\r\n40 99" not in said:
             said += os.read(process.terminal, 4096)
             if b"33 101" in said and not sent:
+                process.resize(40, 99)
                 os.write(process.terminal, b"hello\n")
                 sent = True
         assert process.finish()["code"] == 5
+        with pytest.raises(OSError, match="no command .* runs"):
+            process.resize(40, 100)
     finally:
         process.close()
+    with box.start(["sleep", "1000"]) as execution:
+        answer, content = raw(remote, "PUT", f"/v1/commands/{execution._command}/window", b'{"rows": 1, "columns": 2}')
+        assert answer.status == 400 and b"has no terminal" in content
+    for body in (b'{"rows": 0, "columns": 2}', b'{"rows": 1, "columns": 70000}', b'{"rows": 1}'):
+        assert raw(remote, "PUT", "/v1/commands/x/window", body)[0].status == 400, body
 
 
 def test_parked_sandboxes_wake_at_a_request(serve, driver, home):

@@ -3,6 +3,7 @@
 GET  /health  /  (a page that lists them)   /v1/drivers  /v1/usage
 GET POST /v1/sandboxes            list, create            GET DELETE /v1/sandboxes/NAME
 POST …/exec                       a line of JSON, then input; the answer is one object, or events as they come
+DELETE /v1/commands/ID            PUT /v1/commands/ID/window  (rows and columns of a terminal)
 GET PUT …/files?path=             POST …/checkpoint  …/fork  …/pause  …/resume
 GET …/folder?path=  …/ports       POST …/tunnel/PORT      both ways as bytes
 GET /v1/snapshots                 GET DELETE /v1/snapshots/ID   GET …/record   GET /v1/blobs/HASH
@@ -90,7 +91,8 @@ def create_app(
         ("GET", f"{one}/folder", service.folder), ("GET", f"{one}/ports", service.ports),
         ("POST", f"{one}/tunnel/{{port:int}}", service.tunnel), ("POST", f"{one}/checkpoint", service.checkpoint),
         ("POST", f"{one}/fork", service.fork), ("POST", f"{one}/pause", service.pause), ("POST", f"{one}/resume", service.resume),
-        ("DELETE", "/v1/commands/{id}", service.kill), ("GET", "/v1/snapshots", service.snapshots),
+        ("DELETE", "/v1/commands/{id}", service.kill), ("PUT", "/v1/commands/{id}/window", service.window),
+        ("GET", "/v1/snapshots", service.snapshots),
         ("GET", "/v1/snapshots/{id}", service.snapshot), ("DELETE", "/v1/snapshots/{id}", service.delete_snapshot),
         ("GET", "/v1/snapshots/{id}/record", service.record), ("GET", "/v1/blobs/{hash}", service.blob),
     ]  # fmt: skip

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import select
-import struct
-import termios
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -16,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.errors import RequestError
 from perilune.sandbox.api import streams
-from perilune.sandbox.api.messages import Exec, result_body
+from perilune.sandbox.api.messages import Exec, Window, result_body
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.execution import Execution
-from perilune.sandbox.protocol import Output, Process, Result
+from perilune.sandbox.protocol import NoSuchSandbox, Output, Process, Result
 
 if TYPE_CHECKING:
     from perilune.sandbox.api.service import Service
@@ -66,11 +63,25 @@ class Command:
         self._begun = time.monotonic()
         self._error: BaseException | None = None
         self._work: asyncio.Future[Any] | None = None
+        self._open = asyncio.Lock()
+        """Held while its terminal's descriptor is used beside its stream, and while it is closed."""
         held.service.running[self.id] = self
 
     def kill(self) -> None:
         """End it; its result still comes."""
         self._running.kill()
+
+    async def resize(self, window: Window) -> None:
+        """Give its terminal another size. Raises RequestError if it has none, NoSuchSandbox once it has ended."""
+        if isinstance(self._running, Execution):
+            raise RequestError(
+                f"command {self.id} has no terminal; only one that was started with terminal=true has a size"
+            )
+        async with self._open:
+            if self.id not in self._held.service.running:
+                raise NoSuchSandbox(f"command {self.id} has ended")
+            with contextlib.suppress(OSError):  # It ends just now.
+                await self._held.service.call(self._running.resize, window.rows, window.columns)
 
     async def incoming(self) -> None:
         """Pass the request's body on as input; returns when the client is gone."""
@@ -128,8 +139,9 @@ class Command:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._input = self._stdin = -1
-        with contextlib.suppress(Exception):
-            await self._held.service.call(self._running.close)
+        async with self._open:
+            with contextlib.suppress(Exception):
+                await self._held.service.call(self._running.close)
         await self._held.give_back(self._error)
 
 
@@ -144,9 +156,8 @@ async def begin(service: Service, name: str, asked: Exec, body: streams.Body) ->
     try:
         options: dict[str, Any] = {"env": asked.env, "secrets": asked.secrets, "cwd": asked.cwd}
         if asked.terminal:
-            process = await service.call(held.sandbox.terminal, asked.argv, **options)
-            size = struct.pack("HHHH", asked.rows & 0xFFFF, asked.columns & 0xFFFF, 0, 0)
-            fcntl.ioctl(process.terminal, termios.TIOCSWINSZ, size)
+            size = (asked.rows, asked.columns)
+            process = await service.call(held.sandbox.terminal, asked.argv, size=size, **options)
             return Command(held, body, process, os.dup(process.terminal), -1)
         read, write = os.pipe2(os.O_CLOEXEC)
         running = await service.call(held.sandbox.start, asked.argv, stdin=read, timeout=asked.timeout, **options)

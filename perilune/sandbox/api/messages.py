@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,8 @@ from perilune.errors import RequestError
 from perilune.sandbox.protocol import Result
 
 T = TypeVar("T")
+Cells = Annotated[int, msgspec.Meta(ge=1, le=0xFFFF)]
+"""Rows or columns of a terminal."""
 HEADER_BYTES = 1 << 20
 """Most bytes of the line that describes a command."""
 
@@ -42,8 +44,15 @@ class Exec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     timeout: float | None = None
     stream: bool = False
     terminal: bool = False
-    rows: int = 24
-    columns: int = 80
+    rows: Cells = 24
+    columns: Cells = 80
+
+
+class Window(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """PUT /v1/commands/ID/window: the size of a terminal."""
+
+    rows: Cells
+    columns: Cells
 
 
 class Pause(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ from perilune.errors import CapacityError, RequestError
 from perilune.sandbox.api import commands, streams
 from perilune.sandbox.api.access import Access
 from perilune.sandbox.api.envelope import APIError, json_response
-from perilune.sandbox.api.messages import HEADER_BYTES, Create, Exec, Fork, Pause, decode, result_body
+from perilune.sandbox.api.messages import HEADER_BYTES, Create, Exec, Fork, Pause, Window, decode, result_body
 from perilune.sandbox.api.permissions import Permissions, ServiceLimits
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.drivers import DRIVERS
@@ -246,10 +246,19 @@ class Service:
     async def kill(self, request: Request) -> Response:
         """DELETE /v1/commands/ID: end a command that streams; its result still comes."""
         self.access.check(request)
+        await self.call(self._command(request).kill)
+        return Response(status_code=204)
+
+    def _command(self, request: Request) -> commands.Command:
         command = self.running.get(request.path_params["id"])
         if command is None:
             raise NoSuchSandbox(f"no command {request.path_params['id']!r} runs")
-        await self.call(command.kill)
+        return command
+
+    async def window(self, request: Request) -> Response:
+        """PUT /v1/commands/ID/window: the client's terminal has another size."""
+        window = await self._read(request, Window)
+        await self._command(request).resize(window)
         return Response(status_code=204)
 
     async def tunnel(self, request: Request) -> ASGIApp:

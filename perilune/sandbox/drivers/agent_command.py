@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perilune.errors import SandboxError
+from perilune.sandbox.drivers.proc_process import set_window
 from perilune.sandbox.protocol import GuestLost
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ class AgentCommand:
             what = "the guest ended while a command ran" if self.lost else "its agent does not say that a command ended"
             raise GuestLost(f"sandbox {self.channel.sandbox}: {what}")
         return self.result
+
+    def resize(self, rows: int, columns: int) -> None:
+        """See `protocol.Process`; the channel's thread sees the new size and passes it on."""
+        set_window(self.terminal, rows, columns)
 
     def kill(self) -> None:
         """See `protocol.Process`."""

@@ -98,6 +98,13 @@ class DockerProcess:
         )
         return {"code": done["code"], "signal": number, "cpu": 0.0, "rss": 0}
 
+    def resize(self, rows: int, columns: int) -> None:
+        """See `protocol.Process`."""
+        try:
+            self._engine.call("POST", f"/exec/{self._execution}/resize", query={"h": rows, "w": columns})
+        except SandboxError as error:
+            raise OSError(f"the engine does not resize the terminal: {error}") from error
+
     def kill(self) -> None:
         """End the program, what descends from it, and what is still in its session."""
         with contextlib.suppress(SandboxError):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
+import termios
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +17,11 @@ from perilune.sandbox.protocol import GuestLost
 
 CALL_SECONDS = 30.0
 """Time limit of every call to the fork server or to an agent; one that does not answer is ended."""
+
+
+def set_window(terminal: int, rows: int, columns: int) -> None:
+    """Give a pseudo-terminal a window of this size; the kernel tells the programs on it."""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 class ProcProcess:
@@ -44,6 +52,10 @@ class ProcProcess:
         if "error" in message[0]:
             raise SandboxError(f"sandbox {self.sandbox}: {message[0]['error']}; raise limits.processes or end some")
         return message[0]
+
+    def resize(self, rows: int, columns: int) -> None:
+        """See `protocol.Process`."""
+        set_window(self.terminal, rows, columns)
 
     def kill(self) -> None:
         """See `protocol.Process`."""
