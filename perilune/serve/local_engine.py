@@ -114,6 +114,11 @@ class LocalEngine:
         """Whether it takes requests and works on them."""
         return not self.core.closed and not self.core.paused
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests, for good."""
+        return self.core.closed
+
     def metrics(self) -> EngineMetrics:
         """A snapshot of counts."""
         return metrics(self.core)

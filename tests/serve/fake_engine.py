@@ -98,7 +98,7 @@ class FakeEngine:
     name = "fake"
     context_length = 100
     tokenizer = ByteTokenizer()
-    ready, thinking, takes_images = True, False, False
+    ready, closed, thinking, takes_images = True, False, False, False
     prompt_logprobs: list | None = None
 
     def metrics(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 
 import pytest
@@ -147,6 +149,28 @@ def test_the_disk_is_bounded_and_half_written_files_go(tmp_path):
     file.write_text("x")
     with pytest.raises(ConfigError, match="cannot be used"):
         DiskTier(file, 1000, 100, 100)
+
+
+def test_a_disk_without_room_keeps_no_half_of_a_prefix(tmp_path, monkeypatch):
+    """The states of a prefix do not fit after its pages have been written."""
+    disk = DiskTier(tmp_path, 10_000, page_bytes=100, state_bytes=100)
+    disk.put(Prefix(b"first", 8, (b"shared",)), {b"shared": b"p" * 100}, b"s" * 100)
+    before = sorted(tmp_path.iterdir())
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.fstat(descriptor).st_size > 300:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    second = Prefix(b"second", 16, (b"shared", b"own"))
+    for _ in range(2):
+        disk.put(second, dict.fromkeys(second.pages, b"p" * 100), b"s" * 300)
+    assert sorted(tmp_path.iterdir()) == before and disk.refused == 2 and b"second" not in disk.index
+    monkeypatch.undo()
+    disk.put(second, dict.fromkeys(second.pages, b"p" * 100), b"s" * 100)
+    assert disk.get(second) == ([b"p" * 100] * 2, b"s" * 100)
 
 
 def test_deepest_counts_as_used():

@@ -18,7 +18,7 @@ from perilune.serve.api.logs import record, request_id
 from perilune.serve.api.metrics import Metrics
 from perilune.serve.api.protocol import decode
 from perilune.serve.api.words import Words
-from perilune.serve.engine import Engine, Job, Loop
+from perilune.serve.engine import Engine, EngineClosed, Job, Loop
 
 T = TypeVar("T")
 
@@ -58,16 +58,22 @@ class Context:
         if self.loop is not None:
             await asyncio.to_thread(self.loop.shutdown)
 
+    def check_alive(self) -> None:
+        """EngineClosed if the engine has ended; the server follows it."""
+        if self.engine.closed:
+            raise EngineClosed("the engine has stopped, and this server with it; ask another one, or again")
+
     def check_open(self) -> None:
         """APIError 503 if the server takes no further requests."""
+        self.check_alive()
         if self.exchanges.draining:
             raise unavailable("the server is stopping; ask another one", "draining")
 
     def check_ready(self) -> None:
-        """APIError 503 if a request would not be answered now: the server stops, or the engine is paused or closed."""
+        """APIError 503 if a request would not be answered now: the server stops, or the engine is paused."""
         self.check_open()
         if not self.engine.ready:
-            raise unavailable("the engine is paused or closed", "engine_not_ready")
+            raise unavailable("the engine is paused", "engine_not_ready")
 
     def check_model(self, name: str | None) -> None:
         """APIError 404 if another model is asked for."""

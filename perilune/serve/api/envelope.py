@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from perilune.errors import CapacityError, PeriluneError, RequestError
+from perilune.serve.engine import EngineClosed
 from perilune.serve.request import FieldError
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ def as_api_error(error: BaseException) -> APIError:
         )
     if isinstance(error, ClientDisconnect):
         return APIError(499, "the client has closed the connection")
+    if isinstance(error, EngineClosed):
+        return unavailable(str(error), "engine_stopped")
     if getattr(error, "temporary", False):  # the engine has failed and starts again
         return unavailable(str(error), "engine_failed")
     if isinstance(error, PeriluneError):

@@ -54,7 +54,8 @@ class Information:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
-        """GET /health: the process is alive; open to everybody."""
+        """GET /health: the process is alive, and so is its engine; open to everybody."""
+        self._context.check_alive()
         return json_response({"status": "ok", "version": __version__})
 
     async def ready(self, request: Request) -> Response:

@@ -1,7 +1,8 @@
 """Listening on ports: in this thread until a signal, or in another one for as long as a handle is open.
 
 The first SIGTERM or Ctrl-C stops in order: `/ready` says no, new requests get 503, running ones may end until a deadline,
-the rest gets 503 or an error event, and then the process ends. The second one stops at once.
+the rest gets 503 or an error event, and then the process ends. The second one stops at once. A server whose engine has
+ended by a fault of its own says so with 503 and ends as well, so that whoever looks after it can start another one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from perilune.serve.api.context import Context
 from perilune.serve.api.envelope import unavailable
 from perilune.serve.api.exposure import check_exposure, is_loopback
 from perilune.serve.api.limits import Limits
-from perilune.serve.engine import Engine
+from perilune.serve.engine import Engine, EngineClosed
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,15 @@ class _Server(uvicorn.Server):
 
     def _begin_drain(self) -> None:
         self._draining = asyncio.ensure_future(self.drain(self._drain_seconds))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: a server whose engine has ended by a fault can answer nobody, and ends too."""
+        exchanges = self._context.exchanges
+        if self._context.engine.closed and not exchanges.draining:
+            log.error("the engine has stopped; ending this server")
+            exchanges.draining = True
+            self._begin_drain()
+        return await super().on_tick(counter)
 
     async def drain(self, seconds: float) -> None:
         """Let running answers end, cut the rest, and stop."""
@@ -298,6 +308,7 @@ def serve(
     Raises:
         ConfigError, CapacityError: see `serve_in_thread`.
         KeyboardInterrupt: a second signal came before everything had ended.
+        EngineClosed: the engine has ended by a fault of its own. Start the server again; a disk tier is still there.
     """
     bound = _bind(engine, endpoint or Endpoint(), limits)
     if on_ready is not None:
@@ -305,3 +316,5 @@ def serve(
     bound.run()
     if bound.server.force_exit:
         raise KeyboardInterrupt
+    if engine.closed:
+        raise EngineClosed("the engine has stopped, and the server with it; the log says why. Start the server again")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from typing import Any
 
 from perilune.errors import ConfigError
 from perilune.serve.tiers.index import Prefix, TierIndex
+
+log = logging.getLogger(__name__)
 
 MAGIC = b"perilune tier 1\n"
 PAGE, STATE, PART = ".tokens", ".state", ".part"
@@ -38,13 +41,14 @@ class DiskTier:
 
     Attributes:
         damaged: files that failed their checksum.
+        refused: prefixes that the disk had no room for, or would not write for another reason.
 
     Raises:
         ConfigError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, limit: int, page_bytes: int, state_bytes: int) -> None:
-        self.folder, self.damaged = folder, 0
+        self.folder, self.damaged, self.refused = folder, 0, 0
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
         self.index = TierIndex(limit, page_bytes, state_bytes)
         self._lock = threading.RLock()
@@ -83,10 +87,20 @@ class DiskTier:
                         self._write(name, PAGE, pages[name], {})
                 about = {"depth": prefix.depth, "pages": [name.hex() for name in prefix.pages]}
                 self._write(prefix.digest, STATE, state, about)
-            except OSError:  # what was written is found to belong to nothing at the next start
+            except OSError as error:
+                self._refuse(prefix, error)
                 return
             self.index.add(prefix)
             self._make_room()
+
+    def _refuse(self, prefix: Prefix, error: OSError) -> None:
+        """Keep nothing of a prefix that could not be written: a full disk must not fill up with halves of prefixes."""
+        if not self.refused:
+            log.warning("the cache folder %s takes nothing more: %s", self.folder, error.strerror)
+        self.refused += 1
+        for name in prefix.pages:
+            if not self.index.has_page(name):
+                self._path(name, PAGE).unlink(missing_ok=True)
 
     def get(self, prefix: Prefix) -> tuple[list[bytes], bytes] | None:
         """Contents of a prefix, or None if it is not here as it was written."""
@@ -131,12 +145,16 @@ class DiskTier:
         path = self._path(name, kind)
         part = path.with_name(path.name + PART)
         header = json.dumps({"sha256": hashlib.sha256(content).hexdigest()} | about)
-        with part.open("wb") as file:
-            file.write(MAGIC + header.encode() + b"\n")
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        try:
+            with part.open("wb") as file:
+                file.write(MAGIC + header.encode() + b"\n")
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def _read(self, name: bytes, kind: str, size: int) -> bytes | None:
         path = self._path(name, kind)

@@ -161,7 +161,7 @@ class Tiers:
         held = {"host_bytes": self._host.index.nbytes, "host_prefixes": len(self._host.index)}
         if self._disk is not None:
             held |= {"disk_bytes": self._disk.index.nbytes, "disk_prefixes": len(self._disk.index)}
-            held |= {"disk_damaged_total": self._disk.damaged}
+            held |= {"disk_damaged_total": self._disk.damaged, "disk_refused_total": self._disk.refused}
         return held | {
             "written_back_total": counts.written_back, "host_hits_total": counts.host_hits,
             "disk_hits_total": counts.disk_hits, "tokens_brought_back_total": counts.tokens,
