@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <new>
 #include <tuple>
 #include <utility>
@@ -38,6 +39,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline u32 bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 inline float from_bits(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 
+struct EmulatedPhase;
+
 namespace emulator {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, BARRIERS = 16, GUARD = 1024;
@@ -46,8 +49,17 @@ constexpr size_t STACK = 256 * 1024;
 struct Index { u32 x, y, z; };
 struct Copy { void* to; const void* from; };
 
-enum Instruction { NONE, SYNC, SHUFFLE, LOAD, STORE, MULTIPLY, MULTIPLY_TF32 };
-const char* const NAMES[] = {"none", "sync_warp", "shuffle", "load_matrices", "store_matrices", "multiply_add", "multiply_add_tf32"};
+enum Instruction { NONE, SYNC, SHUFFLE, LOAD, STORE, MULTIPLY, MULTIPLY_TF32, PRODUCTS, VOTE };
+const char* const NAMES[] = {"none", "sync_warp", "shuffle", "load_matrices", "store_matrices", "multiply_add", "multiply_add_tf32", "products_wait", "any"};
+
+// A product of a warpgroup as one thread sees it: its part of the left operand, and where its part of the result goes.
+struct Product {
+    float* d;
+    int columns;
+    u32 a[4];
+    u64 left, b;  // left: the left operand where it lies in shared memory, else 0
+    bool add, across;
+};
 
 struct Thread {
     ucontext_t start;
@@ -58,6 +70,10 @@ struct Thread {
     void* row;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
+    std::vector<std::vector<Product>> product_groups;
+    std::vector<Product> open_products;
+    std::map<float*, std::vector<float>> results;  // of products under way; their variables are NaN meanwhile
+    bool products_begun;
 };
 
 struct Block {
@@ -77,6 +93,7 @@ static Block block;
 static std::vector<Thread> threads;
 static std::vector<u8> stacks;
 static Thread* current;
+static std::vector<std::pair<EmulatedPhase*, Thread*>> waiters;  // for phases to end
 
 [[noreturn]] inline void fail(const char* what, int thread) {
     snprintf(block.message, 256, "block (%u, %u, %u), thread %d: %s", block.index.x, block.index.y, block.index.z, thread, what);
@@ -147,12 +164,17 @@ inline void run_block() {
     memset(block.arrived, 0, sizeof block.arrived);
     memset(block.at_barrier, 0, sizeof block.at_barrier);
     memset(block.in_warp, 0, sizeof block.in_warp);
+    waiters.clear();
     for (int i = 0; i < block.threads; i++) {
         Thread& t = threads[i];
         t.started = t.finished = t.waiting = false;
         t.met = NONE;
         t.groups.clear();
         t.open.clear();
+        t.product_groups.clear();
+        t.open_products.clear();
+        t.results.clear();
+        t.products_begun = false;
         getcontext(&t.start);
         t.start.uc_stack.ss_sp = stacks.data() + i * STACK;
         t.start.uc_stack.ss_size = STACK;
@@ -183,6 +205,7 @@ inline void run_block() {
         for (auto& group : threads[i].groups)
             if (!group.empty()) fail("ended with a copy under way", i);
         if (!threads[i].open.empty()) fail("ended with a copy under way", i);
+        if (!threads[i].open_products.empty() || !threads[i].product_groups.empty()) fail("ended with a product under way", i);
     }
     for (int i = 0; i < GUARD; i++)
         if (block.shared[-1 - i] != 0xA5 || block.shared[block.shared_bytes + i] != 0xA5) fail("wrote beyond shared memory", 0);
@@ -364,6 +387,143 @@ template <int PENDING> inline void copy_wait() {
             else memset(copy.to, 0, 16);
         groups.erase(groups.begin());
     }
+}
+
+inline u32 shared_address(const void* p) { return (u32)((const u8*)p - emulator::block.shared); }
+inline void publish_operands() {}
+inline void held(u32 (&)[4]) {}
+template <int N> inline void held(float (&)[N]) {}
+
+// A warpgroup's product happens at the wait for it; until then its result is NaN, so that whoever uses it early shows.
+namespace emulator {
+inline float operand_at(u64 b, bool across, int k, int n) {
+    const u32 start = u32(b & 0x3fff) << 4, next_block = u32(b >> 16 & 0x3fff) << 4, next_rows = u32(b >> 32 & 0x3fff) << 4;
+    u32 at = across ? start + n / 64 * next_block + n % 64 * 2 + k / 8 * next_rows + k % 8 * 128
+                    : start + n / 8 * next_rows + n % 8 * 128 + k * 2;
+    at ^= (at >> 7 & 7) << 4;
+    if (b >> 62 != 1 || at + 2 > block.shared_bytes) fail("no such operand in shared memory", number());
+    u16 value;
+    memcpy(&value, block.shared + at, 2);
+    return from_bits((u32)value << 16);
+}
+
+// The oldest group of every lane of a warp.
+inline void multiply_group(Thread* lanes) {
+    static float left[16][16], right[16][256];
+    const size_t count = lanes->product_groups.front().size();
+    for (size_t p = 0; p < count; p++) {
+        const Product first = lanes->product_groups.front()[p];
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < first.columns; n++) right[k][n] = operand_at(first.b, first.across, k, n);
+        for (int i = 0; i < WARP; i++) {
+            const std::vector<Product>& group = lanes[i].product_groups.front();
+            if (group.size() != count || group[p].b != first.b || group[p].left != first.left) fail("lanes of a warp began different products", i);
+            for (int e = 0; e < 4; e++)
+                for (int h = 0; h < 2; h++) left[i / 4 + 8 * (e & 1)][2 * (i % 4) + h + 8 * (e >> 1)] = half_of(group[p].a[e], h);
+        }
+        const int first_row = int(lanes - threads.data()) / WARP % 4 * 16;
+        for (int r = 0; first.left && r < 16; r++)
+            for (int k = 0; k < 16; k++) left[r][k] = operand_at(first.left, false, k, first_row + r);
+        for (int i = 0; i < WARP; i++) {
+            float* d = lanes[i].results[lanes[i].product_groups.front()[p].d].data();
+            for (int j = 0; j < first.columns / 2; j++) {
+                const int row = i / 4 + 8 * (j >> 1 & 1), column = j / 4 * 8 + 2 * (i % 4) + (j & 1);
+                double sum = first.add ? d[j] : 0.0;
+                for (int k = 0; k < 16; k++) sum += (double)left[row][k] * right[k][column];
+                d[j] = (float)sum;
+            }
+        }
+    }
+    for (int i = 0; i < WARP; i++) {
+        Thread& t = lanes[i];
+        t.product_groups.erase(t.product_groups.begin());
+        for (auto result = t.results.begin(); result != t.results.end();) {
+            bool under_way = false;
+            for (auto& group : t.product_groups)
+                for (auto& product : group) under_way |= product.d == result->first;
+            if (under_way) ++result;
+            else {
+                memcpy(result->first, result->second.data(), 4 * result->second.size());
+                result = t.results.erase(result);
+            }
+        }
+    }
+}
+}  // namespace emulator
+
+template <int N> inline void emulated_product(float (&d)[N], const u32* a, u64 left, u64 b, bool add, bool across) {
+    emulator::Thread& thread = *emulator::current;
+    if (!thread.products_begun) emulator::fail("a product without products_begin before it", emulator::number());
+    if (!thread.results.count(d)) {
+        thread.results[d].assign(d, d + N);
+        memset(d, 0xFF, sizeof d);
+    }
+    thread.open_products.push_back({d, 2 * N, {}, left, b, add, across});
+    if (a) memcpy(thread.open_products.back().a, a, 16);
+}
+template <bool ACROSS, int N> inline void warpgroup_multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool add) {
+    emulated_product(d, a, 0, b, add, ACROSS);
+}
+template <bool ACROSS, int N> inline void warpgroup_multiply(float (&d)[N], u64 a, u64 b, bool add) {
+    emulated_product(d, nullptr, a, b, add, ACROSS);
+}
+inline void products_begin() { emulator::current->products_begun = true; }
+inline void products_commit() {
+    emulator::current->product_groups.push_back(std::move(emulator::current->open_products));
+    emulator::current->open_products.clear();
+}
+template <int PENDING> inline void products_wait() {
+    emulator::current->products_begun = false;
+    emulator::together(emulator::PRODUCTS, [](emulator::Thread* lanes) {
+        while (lanes->product_groups.size() > PENDING) emulator::multiply_group(lanes);
+    });
+}
+
+// A phase as 8 bytes of shared memory. What a copy's arrival counts is made on the spot: whoever reads without waiting, or
+// lets a place be filled again too early, shows in one of the two orders.
+struct EmulatedPhase {
+    u16 count, missing;
+    u32 ended;
+};
+namespace emulator {
+inline void arrive(EmulatedPhase* phase) {
+    if (phase->missing == 0 || phase->missing > phase->count) fail("more arrivals than the phase counts", number());
+    if (--phase->missing) return;
+    phase->missing = phase->count;
+    phase->ended++;
+    for (auto waiter = waiters.begin(); waiter != waiters.end();) {
+        if (waiter->first != phase) { ++waiter; continue; }
+        waiter->second->waiting = false;
+        waiter = waiters.erase(waiter);
+    }
+}
+}  // namespace emulator
+
+inline void phase_begin(u64* phase, int count) { *(EmulatedPhase*)phase = {(u16)count, (u16)count, 0}; }
+inline void phase_arrive(u64* phase) { emulator::arrive((EmulatedPhase*)phase); }
+inline void phase_arrive_by_copies(u64* phase) {
+    copy_commit();
+    copy_wait<0>();
+    emulator::arrive((EmulatedPhase*)phase);
+}
+inline void phase_wait(u64* phase, int parity) {
+    EmulatedPhase* const mine = (EmulatedPhase*)phase;
+    while ((mine->ended & 1) == (u32)parity) {
+        emulator::waiters.push_back({mine, emulator::current});
+        emulator::wait();
+    }
+}
+template <int COUNT> inline void registers_give() {}
+template <int COUNT> inline void registers_take() {}
+
+inline bool any(bool x) {
+    emulator::current->words[0] = x;
+    emulator::together(emulator::VOTE, [](emulator::Thread* lanes) {
+        u32 some = 0;
+        for (int i = 0; i < 32; i++) some |= lanes[i].words[0];
+        for (int i = 0; i < 32; i++) lanes[i].words[0] = some;
+    });
+    return emulator::current->words[0];
 }
 
 inline void store_once(void* p, uint4 v) { memcpy(p, &v, 16); }

@@ -212,3 +212,47 @@ def test_wrong_parameters_and_wrong_source(folder: Path) -> None:
         source.write_text('#include "device.h"\nKERNEL(32, 1) f(float* a, int n) { a[0] = m; }\n')
         with pytest.raises(emulator.EmulatorError, match="does not compile"):
             Kernel(source, "f", "Pi", threads=32).launch((1,), x, 3)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_products_of_a_warpgroup(across: bool, columns: int, folder: Path) -> None:
+    """64 x 32 in registers times 32 x N in shared memory, twice, the second added; N along or across the rows there."""
+    x, y = random(64, 32).bfloat16(), random(32, columns).bfloat16()
+    stored = y if across else y.mT.contiguous()  # rows of at most 64 numbers, in blocks
+    z = torch.full((64, columns), float("nan"))
+    body = f"""
+        const int rows = {32 if across else columns}, width = {columns if across else 32};
+        for (int p = i; p < rows * width / 8; p += 128) {{
+            const int row = p / (width / 8), piece = p % (width / 8);
+            copy_async(memory + piece / 8 * 8192 + in_block(row, piece % 8), b + row * width + 8 * piece);
+        }}
+        copy_commit();
+        copy_wait<0>();
+        publish_operands();
+        sync_threads();
+        const int r = 16 * (i / 32) + i % 32 / 4, t = i % 4;
+        u32 left[2][4];
+        for (int s = 0; s < 2; s++)
+            for (int e = 0; e < 4; e++) left[s][e] = *(u32*)(a + (r + 8 * (e & 1)) * 32 + 16 * s + 2 * t + 8 * (e >> 1));
+        float d[{columns // 2}];
+        u64 right = operand(memory, 8192);
+        products_begin();
+        for (int s = 0; s < 4; s++)
+            warpgroup_multiply<{str(across).lower()}>(d, left[s % 2], further(right, (s % 2) * {2048 if across else 32}), s > 0);
+        products_commit();
+        products_wait<0>();
+        for (int j = 0; j < {columns // 2}; j++)
+            c[(r + 8 * (j / 2 % 2)) * {columns} + j / 4 * 8 + 2 * t + j % 2] = d[j];"""
+    launch(folder, body, x, stored, z, threads=128, shared=16384)
+    torch.testing.assert_close(z, 2 * x.float() @ y.float())
+
+
+def test_a_result_before_the_wait_for_it(folder: Path) -> None:
+    z = torch.zeros(128)
+    body = """*(uint4*)(memory + 16 * i) = make_uint4(0, 0, 0, 0); sync_threads();
+        u32 left[4] = {0, 0, 0, 0}; float d[32]; products_begin();
+        warpgroup_multiply<false>(d, left, operand(memory), false); a[i] = d[0];
+        products_commit(); products_wait<0>();"""
+    launch(folder, body, z, threads=128, shared=8192)
+    assert z.isnan().all()
