@@ -1,0 +1,59 @@
+"""Before a run of several GPU test files, their kernels are compiled by many processes at once.
+
+Compiling takes far longer than the tests themselves, one core a process. So every process runs its share of the tests, with
+whatever result, to leave the kernels in the caches on disk; then the run that counts begins. A single file, a run under
+pytest-xdist (which is such a run already) and PERILUNE_COMPILE_AHEAD=0 do without.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SWITCH = "PERILUNE_COMPILE_AHEAD"
+PROCESSES = 16
+SECONDS = 240  # what is not compiled by then is compiled on the way
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_ahead(request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if item.path.parent == HERE]
+    if os.environ.get(SWITCH) == "0" or "PYTEST_XDIST_WORKER" in os.environ or len({item.path for item in items}) < 2:
+        return
+    parts = min(PROCESSES, os.cpu_count() or 1)
+    start, running = time.monotonic(), []
+    for part in range(parts):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(i.nodeid for i in items[part::parts]),
+        ]
+        running.append(
+            subprocess.Popen(
+                command, cwd=request.config.rootpath, env=os.environ | {SWITCH: "0"}, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )  # fmt: skip
+    try:
+        for process in running:
+            process.wait(timeout=max(0.1, start + SECONDS - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal.write_line(f"compiled ahead in {parts} processes, {time.monotonic() - start:.0f} s")
