@@ -1,51 +1,45 @@
 """Times and memory of sandboxes: every driver whose probe passes, with its snapshots on tmpfs and on a disk that is synced.
 
-    create, exec, create_exec    a new sandbox; `true` in one that runs; both, one after the other
-    warm_create                  one that a pool had ready
-    checkpoint_64KiB, _10MiB     save it after that much was written to its files (which are in memory, so that a machine's RAM is dirty)
-    fork, fork_exec              a copy that runs; until `true` has run in it
-    pause                        save and end it: nothing but the store's bytes is left (`held_bytes` is measured)
-    resume, resume_exec          back from the store; until `true` has run in it
-    destroy
-    session_checkpoint           of a Python session whose arena of 32 MiB had 100 pages written (drivers that save files)
-    overcommit_idle, _loaded     clones of one sandbox: promised over measured memory (PSS and files in memory), not milliseconds
+What is measured stands in `sandbox_steps.py`. Medians over up to `runs` samples, with the 95th percentile in `extra.p95_ms` and the
+machine's load of that minute in `extra.load`. A budget is shared out evenly over what is left to measure: a step that has used its
+share ends with the samples that it has (`samples` says how many), and one that would begin after the end is left out and named.
 
-Medians, with the 95th percentile in `extra.p95_ms`. The report's figures stand beside: 133 ms and 49 ms are "as low as", of Firecracker
-with real guests and durable storage; up to 6.5 times is of real workloads. Ours are small guests of one machine.
+The report's figures stand beside: 133 ms and 49 ms are "as low as", of Firecracker with real guests and durable storage; up to 6.5
+times is of real workloads. Ours are small guests of one machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from perilune.errors import ConfigError, SandboxError
-from perilune.sandbox import Limits, PythonSession, Sandbox, Sandboxes, Spec
+from perilune.bench.sandbox_steps import REPORT_OVERCOMMIT, SHARES, SPEC, STEPS, Bench, Samples
+from perilune.errors import ConfigError
+from perilune.sandbox import Sandboxes
 from perilune.sandbox.drivers import DRIVERS
-from perilune.sandbox.memory import Memory
-from perilune.sandbox.pool import Pool, PoolLimits, Warm
 
 if TYPE_CHECKING:
     from perilune.bench.harness import Row
 
-SPEC = Spec(limits=Limits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=64))
 REPORT = {
     "checkpoint_10MiB": ("K3 report: checkpoint as low as", 133.0),
     "resume": ("K3 report: resume as low as", 49.0),
 }
 REPORT_CONDITIONS = "Firecracker microVMs with real guests on durable storage; best cases"
-REPORT_OVERCOMMIT = 6.5
+OUR_CONDITIONS = f"small guests of this machine ({SPEC.limits.memory_bytes >> 20} MiB), one at a time; clones of one sandbox for the memory rows"
 TMPFS = Path("/dev/shm")
-WRITE = "head -c {size} /dev/urandom > /dev/shm/changed"
-LOAD = "head -c 8388608 /dev/urandom > /dev/shm/load; while :; do cksum < /dev/shm/load > /dev/null; done"
-"""A guest under load: 8 MiB of its own, and a processor kept busy."""
+LEAST = 3
+"""Samples that a step takes even where its share of the time is over."""
+NOTE_SECONDS = 5.0
+"""How long nothing may be said while a step goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,120 +61,38 @@ def places(disk: Path | None) -> list[Place]:
 
 
 @dataclass
-class Samples:
-    """Milliseconds of each step of one driver at one place, and other quantities by name."""
+class Clock:
+    """A budget of seconds, and whom to tell how it is used.
 
-    times: dict[str, list[float]] = field(default_factory=dict)
-    quantities: dict[str, dict[str, float]] = field(default_factory=dict)
+    Attributes:
+        seconds: of all that is measured; inf = no limit.
+        tell: takes a line.
+        now: the present, in seconds.
+    """
 
-    def take(self, name: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Time one call."""
-        begun = time.perf_counter()
-        value = work(*arguments, **options)
-        self.times.setdefault(name, []).append(1e3 * (time.perf_counter() - begun))
-        return value
+    seconds: float
+    tell: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+    _begun: float = field(init=False)
+    _told: float = field(init=False)
 
+    def __post_init__(self) -> None:
+        self._begun = self._told = self.now()
 
-def _ran(box: Sandbox, script: str = "") -> None:
-    result = box.exec(["sh", "-c", script] if script else ["true"])
-    if result.code != 0:
-        raise ConfigError(f"a command of the bench ended with {result.code}: {result.stderr[:200]!r}")
+    def used(self) -> float:
+        """Seconds since it was made."""
+        return self.now() - self._begun
 
+    def left(self) -> float:
+        """Seconds that are left, not below zero."""
+        return max(0.0, self.seconds - self.used())
 
-def _lives(sandboxes: Sandboxes, driver: str, runs: int, samples: Samples) -> None:
-    """Every step of a sandbox's life, `runs` times."""
-    sandboxes.create(SPEC, driver=driver).destroy()  # Builds templates, starts the fork server.
-    for _ in range(runs):
-        begun = time.perf_counter()
-        box = samples.take("create", sandboxes.create, SPEC, driver=driver)
-        _ran(box)
-        samples.times.setdefault("create_exec", []).append(1e3 * (time.perf_counter() - begun))
-        samples.take("exec", _ran, box)
-        for name, size in (("64KiB", 1 << 16), ("10MiB", 10 << 20)):
-            _ran(box, WRITE.format(size=size))
-            samples.take(f"checkpoint_{name}", box.checkpoint)
-        for name in ("fork", "fork_exec"):
-            child = samples.take(name, _forked, box, name == "fork_exec")
-            child.destroy()
-        for name in ("resume", "resume_exec"):
-            _ran(box, WRITE.format(size=1 << 16))
-            samples.take("pause", box.pause)
-            if box.memory() != Memory():
-                raise ConfigError("a sandbox that was paused to the store holds memory")
-            samples.take(name, _resumed, box, name == "resume_exec")
-        samples.take("destroy", box.destroy)
-    samples.quantities["pause"] = {"held_bytes": 0.0, "store_bytes": float(sandboxes.home.store.used_bytes())}
-
-
-def _forked(box: Sandbox, run: bool) -> Sandbox:
-    child = box.fork(1)[0]
-    if run:
-        _ran(child)
-    return child
-
-
-def _resumed(box: Sandbox, run: bool) -> None:
-    box.resume()
-    if run:
-        _ran(box)
-
-
-def _warm(sandboxes: Sandboxes, driver: str, runs: int, samples: Samples) -> None:
-    limits = PoolLimits(tick_seconds=3600.0, wait_seconds=0.0)
-    with Pool(sandboxes, limits, [Warm(driver=driver, spec=SPEC, count=4)]) as pool:
-        for number in range(runs):
-            if number % 4 == 0:
-                pool.reaper.tick()
-            box = samples.take("warm_create", pool.create, SPEC, driver=driver)
-            pool.destroy(box.id)
-
-
-def _session(sandboxes: Sandboxes, driver: str, runs: int, samples: Samples) -> None:
-    """Checkpoints of a session's arena. Raises SandboxError where the guest has no Python."""
-    box = sandboxes.create(SPEC, driver=driver)
-    with PythonSession(box, arena_bytes=48 << 20) as session:
-        session.run("import os\nb = arena.block('b', 32 << 20)\nb[:] = os.urandom(len(b))")
-        box.checkpoint()
-        for number in range(runs):
-            session.run(f"for page in range(100): b[page * 327680 + {number}] ^= 1")
-            samples.take("session_checkpoint", box.checkpoint)
-        samples.quantities["session_checkpoint"] = {
-            "arena_bytes": float(32 << 20),
-            "pages": 100.0,
-            "tracked": float(not session.tracked),
-        }
-    box.destroy()
-
-
-def _clones(sandboxes: Sandboxes, driver: str, count: int, samples: Samples) -> None:
-    """Memory of `count` clones of one sandbox, idle and under load."""
-    parent = sandboxes.create(SPEC, driver=driver)
-    _ran(parent)
-    clones = parent.fork(count)
-    promised = float(count * SPEC.limits.memory_bytes)
-    try:
-        for clone in clones:
-            _ran(clone)
-        samples.quantities["overcommit_idle"] = _share(clones, promised)
-        loads = [clone.start(["sh", "-c", LOAD]) for clone in clones]
-        wait = "until test $(wc -c < /dev/shm/load) = 8388608; do sleep 0.2; done"
-        for clone in clones:
-            _ran(clone, wait)
-        samples.quantities["overcommit_loaded"] = _share(clones, promised)
-        for load in loads:
-            load.close()
-    finally:
-        for clone in clones:
-            clone.destroy()
-        parent.destroy()
-
-
-def _share(clones: list[Sandbox], promised: float) -> dict[str, float]:
-    held = sum((clone.memory() for clone in clones), Memory())
-    return {
-        "clones": float(len(clones)), "promised_bytes": promised, "pss_bytes": float(held.pss), "files_bytes": float(held.files),
-        "rss_bytes": float(held.rss), "overcommit": promised / max(1, held.total), "report_overcommit": REPORT_OVERCOMMIT,
-    }  # fmt: skip
+    def note(self, text: str, *, urgent: bool = False) -> None:
+        """Tell where it stands, unless something was told just before."""
+        if urgent or self.now() - self._told >= NOTE_SECONDS:
+            self._told = self.now()
+            of = f" of {self.seconds:.0f}" if math.isfinite(self.seconds) else ""
+            self.tell(f"[{self.used():.0f}{of} s] {text}")
 
 
 @contextlib.contextmanager
@@ -189,19 +101,34 @@ def _home(place: Place) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measured(driver: str, place: Place, runs: int, clones: int) -> Samples:
-    """All steps of one driver with its snapshots at one place."""
-    samples = Samples()
-    with _home(place) as folder:
-        with Sandboxes(folder, sync=place.sync) as sandboxes:
-            _lives(sandboxes, driver, runs, samples)
-            if sandboxes.driver(driver).contains == "files":
-                with contextlib.suppress(SandboxError):
-                    _session(sandboxes, driver, runs, samples)
-            if clones:
-                _clones(sandboxes, driver, clones, samples)
-        _warm(Sandboxes(folder, sync=place.sync), driver, runs, samples)
-    return samples
+def measured(driver: str, place: Place, runs: int, clones: int, clock: Clock, rest: float = 0.0) -> Iterator[Samples]:
+    """Each step of one driver with its snapshots at one place, as it is done.
+
+    Args:
+        rest: share of the time that is left to be kept for what comes after this place.
+    """
+    end = clock.used() + (1 - rest) * clock.left()
+    steps = {name: step for name, step in STEPS.items() if clones or name != "clones"}
+    with _home(place) as folder, Sandboxes(folder, sync=place.sync) as sandboxes:
+        for number, (name, step) in enumerate(steps.items()):
+            if clock.used() >= end:
+                clock.note(
+                    f"{driver}, {place.name}: the time is over; left out: {', '.join(list(steps)[number:])}",
+                    urgent=True,
+                )
+                return
+            share = SHARES[name] / sum(SHARES[later] for later in list(steps)[number:])
+            until = clock.used() + share * (end - clock.used())
+            samples, taken = Samples(), 0
+            clock.note(f"{driver}, {place.name}: {name}", urgent=True)
+            seconds = lambda until=until: min(600.0, until - clock.used())  # noqa: E731
+            bench = Bench(sandboxes=sandboxes, driver=driver, samples=samples, clones=clones, seconds=seconds)
+            with contextlib.closing(step(bench)) as iterator:  # type: ignore[type-var]
+                for taken, _ in enumerate(iterator, 1):
+                    if taken >= runs or (taken >= LEAST and clock.used() >= until):
+                        break
+                    clock.note(f"{driver}, {place.name}: {name}, {taken} of {runs}")
+            yield samples
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -217,7 +144,7 @@ def rows(driver: str, place: Place, samples: Samples) -> list[Row]:
     for name in sorted(samples.times.keys() | samples.quantities.keys()):
         times = samples.times.get(name, [math.nan])
         median, (peer, peer_ms) = statistics.median(times), REPORT.get(name, ("", None))
-        extra = dict(samples.quantities.get(name, {}))
+        extra = {**samples.quantities.get(name, {}), "load": os.getloadavg()[0]}
         if name in samples.times:
             extra["p95_ms"] = percentile(times, 0.95)
         found.append(
@@ -232,48 +159,65 @@ def rows(driver: str, place: Place, samples: Samples) -> list[Row]:
     return found
 
 
+def conditions() -> dict[str, str]:
+    """What stands beside a comparison: ours and the report's."""
+    return {
+        "ours": f"{OUR_CONDITIONS}; {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}",
+        "report": f"{REPORT_CONDITIONS}; overcommit up to {REPORT_OVERCOMMIT} in real workloads",
+    }
+
+
 def run(
     drivers: tuple[str, ...], runs: int, clones: int, disk: Path | None, *, results: Path | None = None,
-    budget_seconds: float | None = None, on_row: Callable[[Row], None] | None = None, on_note: Callable[[str], None] | None = None,
-) -> list[Row]:  # fmt: skip
-    """Measure drivers; one whose probe does not pass is told of and left out.
+    budget_seconds: float | None = None, on_note: Callable[[str], None] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Measure drivers, giving each row when it is known; a driver whose probe does not pass is told of and left out.
 
     Args:
         drivers: names; empty = all.
-        runs: lives of a sandbox for each driver and place.
+        runs: samples of each row.
         clones: for the memory rows; 0 = none.
         disk: folder on a disk; None = the system's folder for temporary files.
         results: a .jsonl file to append to.
-        budget_seconds: after which no further driver or place is begun.
+        budget_seconds: after which nothing further is begun; None = no limit.
+        on_note: is told what is being done.
 
     Raises:
         ConfigError: an unknown driver, or a number that cannot be one.
     """
-    from perilune.bench.harness import append
-
     for name in drivers:
         if name not in DRIVERS:
             raise ConfigError(f"driver {name!r} is not one of {', '.join(DRIVERS)}")
     if runs < 1 or not 0 <= clones <= 64:
         raise ConfigError(f"runs={runs} must be 1 or more and clones={clones} 0 to 64")
-    begun, found = time.monotonic(), []
-    for driver in drivers or tuple(DRIVERS):
-        with (
-            tempfile.TemporaryDirectory(prefix="perilune-bench-") as folder,
-            Sandboxes(Path(folder), sync="none") as sandboxes,
-        ):
-            probe = sandboxes.probe(driver)
-        if not probe.passed:
-            if on_note is not None:
-                on_note(f"{driver} is left out: {probe.reason}")
-            continue
-        for place in places(disk):
-            if budget_seconds is not None and time.monotonic() - begun >= budget_seconds:
-                break
-            for row in rows(driver, place, measured(driver, place, runs, clones if place.sync == "none" else 0)):
-                found.append(row)
+    clock = Clock(math.inf if budget_seconds is None else budget_seconds, on_note or (lambda note: None))
+    return _rows(drivers or tuple(DRIVERS), places(disk), runs, clones, clock, results)
+
+
+def _rows(
+    drivers: tuple[str, ...], where: list[Place], runs: int, clones: int, clock: Clock, results: Path | None
+) -> Iterator[Row]:
+    from perilune.bench.harness import append
+
+    working = [driver for driver in drivers if _works(driver, clock)]
+    todo = [(driver, place) for driver in working for place in where]
+    for number, (driver, place) in enumerate(todo):
+        rest = 1 - 1 / (len(todo) - number)
+        # The memory of clones is the same wherever snapshots lie.
+        for samples in measured(driver, place, runs, clones if place is where[0] else 0, clock, rest):
+            for row in rows(driver, place, samples):
                 if results is not None:
                     append(results, row)
-                if on_row is not None:
-                    on_row(row)
-    return found
+                yield row
+
+
+def _works(driver: str, clock: Clock) -> bool:
+    clock.note(f"{driver}: looking whether it works here", urgent=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="perilune-bench-") as folder,
+        Sandboxes(Path(folder), sync="none") as sandboxes,
+    ):
+        probe = sandboxes.probe(driver)
+    if not probe.passed:
+        clock.tell(f"{driver} is left out: {probe.reason}")
+    return probe.passed

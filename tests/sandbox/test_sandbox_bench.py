@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ TESTED_DRIVERS = ("proc",)
 def test_rows_of_a_driver_at_both_places(driver, tmp_path):
     if driver not in ("proc", "docker"):
         pytest.skip("a machine's template takes seconds to boot; proc shows the rows")
-    command = [sys.executable, "-m", "perilune", "sandbox", "bench", "--driver", driver, "--runs", "2", "--clones", "2", "--json",
+    command = [sys.executable, "-m", "perilune", "sandbox", "bench", "--driver", driver, "--runs", "1", "--clones", "2", "--json", "--budget", "100",
                "--disk", str(tmp_path), "--results", str(tmp_path / "rows.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.returncode == 0, done.stderr
@@ -48,6 +49,29 @@ def test_rows_of_a_driver_at_both_places(driver, tmp_path):
         and "real workloads" in told["conditions"]["report"]
     )
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_budget_that_is_over_leaves_steps_out_and_names_them(driver, tmp_path):
+    notes: list[str] = []
+    assert list(bench.run((driver,), 2, 2, tmp_path, budget_seconds=1e-9, on_note=notes.append)) == []
+    left_out = [note for note in notes if "left out: life, checkpoint_64KiB" in note]
+    assert len(left_out) == len(bench.places(tmp_path)) and "clones" in left_out[0] and "clones" not in left_out[-1]
+
+
+def test_a_share_of_the_time_ends_a_step_not_before_its_least(monkeypatch, tmp_path):
+    """A clock that runs ten seconds ahead with each look: every step ends early, with the samples that it must have."""
+    ticks = itertools.count(0, 10)
+    taken: list[str] = []
+
+    def step(of):
+        while True:
+            taken.append(of.driver)
+            yield
+
+    monkeypatch.setattr(bench, "STEPS", {"life": step, "fork": step})
+    place = bench.Place(name="here", folder=tmp_path, sync="none")
+    clock = bench.Clock(100.0, lambda note: None, now=lambda: float(next(ticks)))
+    assert len(list(bench.measured("proc", place, 30, 0, clock))) == 1 and len(taken) == bench.LEAST
 
 
 def test_percentiles_are_samples():
