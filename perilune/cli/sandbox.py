@@ -35,7 +35,7 @@ Run programs with files, processes and network of their own. A guest's changes e
   resume NAME|SNAPSHOT [-- …]  run in a kept sandbox, or in a new one from a snapshot
   step TRAJECTORY -- PROGRAM   run in the newest sandbox of a trajectory and save the step with its manifest; --versions FILE (JSON:
                                weights, quantisation, template, harness, prefix, tokens) must fit the step before
-  rm NAME|SNAPSHOT …           remove, and free what nothing else needs; --lost: all whose process was killed
+  rm NAME|SNAPSHOT|TRAJECTORY …   remove, and free what nothing else needs; --lost: all whose process was killed
   serve                        a service with keys over HTTP, and a page that lists its sandboxes
   bench                        times, memory and overcommit of every driver that works here
   doctor                       what works here, what it guarantees, what to install; --build: make guest images now
@@ -106,11 +106,19 @@ def run(args: list[str]) -> int:
         raise ConfigError(
             f"sandbox {flags.command!r} is not one of {', '.join((*_COMMANDS, *_OWN_FLAGS))}; see perilune sandbox --help"
         )
+    _refuse_what_is_not_heard(flags, program)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     from perilune.sandbox import RemoteSandboxes, Sandboxes
 
     with RemoteSandboxes(flags.url) if flags.url else Sandboxes() as sandboxes:
         return _COMMANDS[flags.command](sandboxes, flags, program)
+
+
+def _refuse_what_is_not_heard(flags: argparse.Namespace, program: list[str]) -> None:
+    if flags.command in ("ps", "doctor") and flags.names:
+        raise ConfigError(f"sandbox {flags.command} takes no name; given: {' '.join(flags.names)}")
+    if program and flags.command in ("ps", "snapshot", "fork", "pause", "rm", "doctor"):
+        raise ConfigError(f"sandbox {flags.command} runs no program; leave out -- {' '.join(program)}")
 
 
 def _spec(flags: argparse.Namespace) -> Any:

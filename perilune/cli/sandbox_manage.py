@@ -47,8 +47,18 @@ def _listed(sandboxes: Any, flags: argparse.Namespace) -> dict[str, Any]:
     names = ("name", "id", "driver", "state", "snapshot", "created", "pid")
     records = [{name: getattr(record, name) for name in names} for record in sandboxes.home.records()]
     store = sandboxes.home.store
-    return {"sandboxes": records, "snapshots": sandboxes.saved(), "store_bytes": store.used_bytes(), "reaped": reaped,
-            "where": str(store.root)}  # fmt: skip
+    return {"sandboxes": records, "snapshots": sandboxes.saved(), "trajectories": _trajectories(sandboxes.home),
+            "store_bytes": store.used_bytes(), "reaped": reaped, "where": str(store.root)}  # fmt: skip
+
+
+def _trajectories(home: Any) -> list[dict[str, Any]]:
+    from perilune.sandbox.removal import steps
+
+    found = []
+    for name in home.trajectories():
+        made = steps(home, name)
+        found.append({"name": name, "steps": len(made), "snapshot": list(made.values())[-1] if made else None})
+    return found
 
 
 def _table(listed: dict[str, Any]) -> str:
@@ -67,6 +77,10 @@ def _table(listed: dict[str, Any]) -> str:
             lines.append(
                 f"{entry['id']:<24}{entry['sandbox']:<18}{entry['contains']:<9}{entry['entries']:>8}{entry['bytes']:>15,}{_age(entry['created']):>7}"
             )
+    if listed.get("trajectories"):
+        lines.append(f"\n{'TRAJECTORY':<24}{'STEPS':>5}  NEWEST")
+        for entry in listed["trajectories"]:
+            lines.append(f"{entry['name']:<24}{entry['steps']:>5}  {entry['snapshot'] or ''}")
     lines.append(f"\nstore: {listed['store_bytes']:,} bytes in {listed['where']}")
     if there:
         usage = listed["usage"]
@@ -118,10 +132,8 @@ def fork(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
         return _fork_there(sandboxes, flags, source)
     snapshot = _saved_state(sandboxes, source)
     prefix = flags.name or (None if source.startswith("snap-") else source)
-    made = [
-        sandboxes.shelve(snapshot, name=None if prefix is None else _free_name(sandboxes, prefix))
-        for _ in range(flags.count)
-    ]
+    names = [None] * flags.count if prefix is None else sandboxes.home.free_names(prefix, flags.count)
+    made = [sandboxes.shelve(snapshot, name=name) for name in names]
     if flags.json:
         print(
             json.dumps(
@@ -135,9 +147,11 @@ def fork(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
 
 def _fork_there(sandboxes: Any, flags: argparse.Namespace, source: str) -> int:
     if source.startswith("snap-"):
-        made = [sandboxes.resume(source) for _ in range(flags.count)]
+        # The service finds free names only for the copies of a sandbox.
+        first = sandboxes.resume(source, name=f"{flags.name}-1" if flags.name else None)
+        made = [first, *(first.fork(flags.count - 1, name=flags.name) if flags.count > 1 else ())]
     else:
-        made = sandboxes.open(source).fork(flags.count)
+        made = sandboxes.open(source).fork(flags.count, name=flags.name or source)
     if flags.json:
         print(json.dumps({"sandboxes": [{"name": box.name, "id": box.id, "snapshot": box.snapshot} for box in made]}))
     else:
@@ -163,11 +177,6 @@ def pause(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     return 0
 
 
-def _free_name(sandboxes: Any, prefix: str) -> str:
-    taken = {record.name for record in sandboxes.home.records()}
-    return next(name for number in range(1, len(taken) + 2) if (name := f"{prefix}-{number}") not in taken)
-
-
 def rm(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if flags.url:
         names = [*flags.names, *(row["name"] for row in sandboxes.records() if flags.lost and row["state"] == "lost")]
@@ -175,20 +184,12 @@ def rm(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     home = sandboxes.home
     names = [*flags.names, *(record.name for record in home.records() if flags.lost and record.state == "lost")]
     if not names and not flags.lost:
-        raise ConfigError("sandbox rm needs names or snapshots, or --lost")
-    snapshots = []
-    for name in names:
-        if name.startswith("snap-"):
-            snapshots.append(name)
-            continue
-        record = home.find(name)
-        home.remove(name)
-        if record.snapshot is not None and home.store.snapshot_path(record.snapshot).exists():
-            snapshots.append(record.snapshot)
-    return _removed(flags, names, home.store.delete(snapshots))
+        raise ConfigError("sandbox rm needs names of sandboxes, snapshots or trajectories, or --lost")
+    return _removed(flags, names, sandboxes.remove(names))
 
 
 def _removed(flags: argparse.Namespace, names: list[str], freed: int) -> int:
+    names = list(dict.fromkeys(names))
     print(
         json.dumps({"removed": names, "freed_bytes": freed})
         if flags.json

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any, TypeVar
 
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.execution import Execution
-from perilune.sandbox.protocol import GuestFile, OnOutput, Output, Result, Spec, State
+from perilune.sandbox.protocol import Capabilities, GuestFile, OnOutput, Output, Result, Spec, State
 from perilune.sandbox.remote import RemoteSandbox, RemoteSandboxes
 from perilune.sandbox.remote_execution import RemoteExecution
 from perilune.sandbox.sandboxes import Sandboxes
 from perilune.sandbox.store import Snapshot
 
 T = TypeVar("T")
+Made = TypeVar("Made", Sandbox, RemoteSandbox, list[Sandbox], Sequence[RemoteSandbox], Sandbox | RemoteSandbox)
 MOST_THREADS = 512
 """Calls that wait at once; each command that runs holds one."""
 
@@ -60,29 +62,38 @@ class AsyncSandboxes:
             self._threads, functools.partial(function, *args, **options)
         )
 
-    async def _made(self, function: Callable[..., Sandbox | RemoteSandbox], *args: Any, **options: Any) -> AsyncSandbox:
-        """A new sandbox; one that is ready only after the caller was cancelled is destroyed."""
+    async def _made(self, function: Callable[..., Made], *args: Any, **options: Any) -> Made:
+        """New sandboxes; those that are ready only after the caller was cancelled are destroyed."""
         future = asyncio.get_running_loop().run_in_executor(
             self._threads, functools.partial(function, *args, **options)
         )
         try:
-            return AsyncSandbox(self, await asyncio.shield(future))
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(
                 lambda done: None if done.cancelled() or done.exception() else self._discard(done.result())
             )
             raise
 
-    def _discard(self, sandbox: Sandbox | RemoteSandbox) -> None:
-        self._threads.submit(sandbox.destroy)
+    def _discard(self, made: Sandbox | RemoteSandbox | Sequence[Sandbox] | Sequence[RemoteSandbox]) -> None:
+        for sandbox in made if isinstance(made, Sequence) else (made,):
+            self._threads.submit(sandbox.destroy)
 
     async def create(self, spec: Spec | None = None, *, driver: str = "proc", name: str | None = None) -> AsyncSandbox:
         """See `Sandboxes.create`."""
-        return await self._made(self.blocking.create, spec, driver=driver, name=name)
+        return AsyncSandbox(self, await self._made(self.blocking.create, spec, driver=driver, name=name))
 
     async def resume(self, snapshot: str, *, name: str | None = None) -> AsyncSandbox:
         """See `Sandboxes.resume`."""
-        return await self._made(self.blocking.resume, snapshot, name=name)
+        return AsyncSandbox(self, await self._made(self.blocking.resume, snapshot, name=name))
+
+    async def open(self, name: str) -> AsyncSandbox:
+        """See `Sandboxes.open`, and `RemoteSandboxes.open` for those of a service."""
+        return AsyncSandbox(self, await self._call(self.blocking.open, name))
+
+    async def remove(self, names: Sequence[str]) -> int:
+        """See `Sandboxes.remove`."""
+        return await self._call(self.blocking.remove, names)
 
 
 class AsyncSandbox:
@@ -92,9 +103,23 @@ class AsyncSandbox:
         self.owner, self.blocking = owner, sandbox
 
     @property
+    def id(self) -> str:
+        """Its own name among all."""
+        return self.blocking.id
+
+    @property
+    def name(self) -> str:
+        """What the user called it, or the id."""
+        return self.blocking.name
+
+    @property
     def state(self) -> State:
         """Where it is in its life."""
         return self.blocking.state
+
+    async def capabilities(self) -> Capabilities:
+        """See `Sandbox.capabilities`."""
+        return await self.owner._call(self.blocking.capabilities)
 
     async def exec(self, argv: Sequence[str], *, on_output: OnOutput | None = None, **options: Any) -> Result:
         """See `Sandbox.exec`; cancelling the call kills the command. `on_output` is called in the event loop."""
@@ -142,13 +167,18 @@ class AsyncSandbox:
         """See `Sandbox.ports`."""
         return await self.owner._call(self.blocking.ports)
 
+    async def connect(self, port: int) -> socket.socket:
+        """See `Sandbox.connect`; `asyncio.open_connection(sock=…)` takes it."""
+        return await self.owner._call(self.blocking.connect, port)
+
     async def checkpoint(self) -> Snapshot:
         """See `Sandbox.checkpoint`."""
         return await self.owner._call(self.blocking.checkpoint)
 
-    async def fork(self, count: int = 1) -> list[AsyncSandbox]:
+    async def fork(self, count: int = 1, *, name: str | None = None) -> list[AsyncSandbox]:
         """See `Sandbox.fork`."""
-        return [AsyncSandbox(self.owner, made) for made in await self.owner._call(self.blocking.fork, count)]
+        made = await self.owner._made(self.blocking.fork, count, name=name)
+        return [AsyncSandbox(self.owner, one) for one in made]
 
     async def pause(self, *, keep_memory: bool = False) -> Snapshot | None:
         """See `Sandbox.pause`."""

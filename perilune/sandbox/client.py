@@ -219,8 +219,11 @@ class Sandbox(GuestCalls):
                     )
             tail = text[-longest:] if piece is not None else b""
 
-    def fork(self, count: int = 1) -> list[Sandbox]:
+    def fork(self, count: int = 1, *, name: str | None = None) -> list[Sandbox]:
         """Copies of this sandbox as it is now, each with its own identity, generation and secrets; this one runs on.
+
+        Args:
+            name: the copies are called NAME-1, NAME-2, …, as far as these are free; None = by their ids.
 
         Raises:
             TransitionError: it is not running.
@@ -229,10 +232,11 @@ class Sandbox(GuestCalls):
             raise ConfigError(f"count={count} must be 1 to {MOST_FORKS} forks at once")
         with self._during(State.FORKING, State.RUNNING) as machine:
             snapshot = self._save(machine)
+        names = [None] * count if name is None else self.owner.home.free_names(name, count)
         made: list[Sandbox] = []
         try:
-            for _ in range(count):
-                made.append(self.owner.resume(snapshot.id))
+            for one in names:
+                made.append(self.owner.resume(snapshot.id, name=one))
         except BaseException:
             for sandbox in made:
                 sandbox.destroy()

@@ -3,6 +3,7 @@
     sandboxes/ID.json    what a sandbox is, its state and its newest snapshot
     sandboxes/ID.lock    locked by the process that has it live; the kernel frees it when that process ends in any way
     store/               snapshots, see `store.py`
+    trajectories/NAME/   steps of an agent's trajectory, see `manifest.py`
     proc/                templates and mount point of the `proc` driver
 
 A record whose state is not paused and whose lock is free belonged to a process that was killed: that sandbox is lost.
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -25,12 +28,14 @@ from typing import Any
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.drivers import cgroup
 from perilune.sandbox.drivers.proc_machine import remove_scratch
-from perilune.sandbox.protocol import GuestLost, NoSuchSandbox, State
+from perilune.sandbox.protocol import GuestLost, NoSuchSandbox, State, StoreDamaged
 from perilune.sandbox.store import Store
 
 FOLDER_VARIABLE = "PERILUNE_SANDBOX_HOME"
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 LOST = "lost"
+DAMAGED = "damaged"
+"""State of a record that cannot be read; its sandbox is known by its id alone."""
 
 
 def default_folder() -> Path:
@@ -84,6 +89,7 @@ class Home:
         self.folder = (folder or default_folder()).resolve()
         try:
             self.records_folder = self.folder / "sandboxes"
+            self.trajectories_folder = self.folder / "trajectories"
             self.records_folder.mkdir(parents=True, exist_ok=True)
             os.chmod(self.folder, 0o700)
             self.store = Store(self.folder / "store", sync=sync, max_bytes=max_bytes)
@@ -158,6 +164,12 @@ class Home:
                 f"there is a sandbox {name!r} already; remove it (perilune sandbox rm {name}) or take another name"
             )
 
+    def free_names(self, prefix: str, count: int) -> list[str]:
+        """The next names PREFIX-1, PREFIX-2, … that no sandbox has now."""
+        taken = {record.name for record in self.records()}
+        numbered = (f"{prefix}-{number}" for number in itertools.count(1))
+        return list(itertools.islice((name for name in numbered if name not in taken), count))
+
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
         """One at a time, over all processes, looks whether a name is free and takes it."""
@@ -169,16 +181,26 @@ class Home:
             os.close(fd)
 
     def save(self, record: Record) -> None:
-        """Write a record whole."""
+        """Write a record whole. A paused sandbox is nowhere else: its record reaches the disk as its snapshot does."""
         values = asdict(record)
         del values["lock"]
         temporary = self.records_folder / f"{record.id}.{os.getpid()}.{threading.get_ident()}.tmp"
+        lasting = record.state == State.PAUSED.value and self.store.sync != "none"
         try:
-            temporary.write_text(json.dumps(values))
+            with open(temporary, "w") as file:
+                file.write(json.dumps(values))
+                file.flush()
+                if lasting:
+                    os.fsync(file.fileno())
             os.replace(temporary, self.records_folder / f"{record.id}.json")
+            if lasting:
+                _sync_folder(self.records_folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise SandboxError(f"cannot write the record of sandbox {record.name}: {error.strerror}") from error
+            raise SandboxError(
+                f"cannot write the record of sandbox {record.name} in {self.records_folder}: {error.strerror}; free some "
+                f"space there, or set {FOLDER_VARIABLE} to another folder"
+            ) from error
 
     def release(self, record: Record) -> None:
         """Give the lock back; the record stays."""
@@ -193,11 +215,17 @@ class Home:
         self.release(record)
 
     def records(self) -> list[Record]:
-        """All records, oldest first; the state of one whose process was killed is "lost"."""
+        """All records, oldest first; the state of one whose process was killed is "lost", of one that cannot be read "damaged"."""
         found = []
         for path in self.records_folder.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-                record = Record(**json.loads(path.read_text()))
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    record = Record(**json.loads(path.read_text()))
+                except (ValueError, TypeError):
+                    record = Record(id=path.stem, name=path.stem, driver="?", spec={}, state=DAMAGED)
+                    record.created = path.stat().st_mtime
+                    found.append(record)
+                    continue
                 if record.state != State.PAUSED.value and not self.is_live(record.id):
                     record.state = LOST
                 found.append(record)
@@ -215,6 +243,11 @@ class Home:
     def take(self, name: str) -> Record:
         """Lock a paused sandbox's record for this process. Raises SandboxError if that cannot be."""
         record = self.find(name)
+        if record.state == DAMAGED:
+            raise StoreDamaged(
+                f"the record of sandbox {record.id} ({self.records_folder / record.id}.json) cannot be read; its snapshots "
+                f"are listed by perilune sandbox ps and can be resumed, and perilune sandbox rm {record.id} strikes it off the list"
+            )
         if record.state == LOST:
             saved = (
                 f"; its last snapshot is {record.snapshot} (perilune sandbox resume {record.snapshot})"
@@ -245,6 +278,16 @@ class Home:
         self._sweep({record.id})
         self.forget(record)
 
+    def trajectories(self) -> list[str]:
+        """Names of the trajectories that have a folder here."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(path.name for path in self.trajectories_folder.iterdir() if path.is_dir())
+        return []
+
+    def remove_trajectory(self, name: str) -> None:
+        """Remove what a trajectory knows of its steps; its snapshots stay."""
+        shutil.rmtree(self.trajectories_folder / name)
+
     def _sweep(self, ids: set[str]) -> None:
         cgroup.sweep(ids)
         for path in self.folder.glob("*/scratch/*"):
@@ -272,3 +315,11 @@ class Home:
             if not self.is_live(path.name.partition(".")[0]):
                 path.unlink(missing_ok=True)
         return removed
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -107,7 +107,7 @@ class TrajectoryLog:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
             raise ConfigError(f"trajectory {name!r} must be letters, digits, '.', '_', '-'")
         self.sandboxes, self.name = sandboxes, name
-        self.folder = sandboxes.home.folder / "trajectories" / name
+        self.folder = sandboxes.home.trajectories_folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         newest = self.latest()
         count = 0 if newest is None else newest.step + 1

@@ -102,9 +102,22 @@ class RemoteSandboxes:
         return self.connection.json("GET", "/v1/usage")
 
     def remove(self, names: Sequence[str]) -> int:
-        """Destroy sandboxes and delete snapshots, by name or id; returns the bytes that the store got back."""
-        freed = 0
+        """Destroy sandboxes and delete snapshots, by name or id; returns the bytes that the store got back.
+
+        Raises:
+            NoSuchSandbox: one of the names is none; nothing was removed.
+            SandboxError: a paused sandbox needs one of the snapshots.
+        """
+        names = list(dict.fromkeys(names))
+        known = {row[key] for row in self.records() for key in ("name", "id")} | {row["id"] for row in self.saved()}
         for name in names:
+            if name not in known:
+                raise NoSuchSandbox(
+                    f"there is no sandbox or snapshot {name!r} at {self.connection.url}; nothing was removed"
+                )
+        freed = 0
+        # Snapshots last: a paused sandbox that goes as well needs its own no more.
+        for name in sorted(names, key=lambda name: name.startswith("snap-")):
             if name.startswith("snap-"):
                 freed += self.connection.json("DELETE", f"/v1/snapshots/{name}")["freed_bytes"]
             else:
@@ -239,9 +252,9 @@ class RemoteSandbox:
         self.snapshot = snapshot.id
         return snapshot
 
-    def fork(self, count: int = 1) -> Sequence[RemoteSandbox]:
+    def fork(self, count: int = 1, *, name: str | None = None) -> Sequence[RemoteSandbox]:
         """See `Sandbox.fork`."""
-        made = self.connection.json("POST", self._path("/fork"), {"count": count})["sandboxes"]
+        made = self.connection.json("POST", self._path("/fork"), {"count": count, "name": name})["sandboxes"]
         return [RemoteSandbox(self.connection, body) for body in made]
 
     def pause(self, *, keep_memory: bool = False) -> Snapshot | None:

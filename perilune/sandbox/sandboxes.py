@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import secrets as randomness
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from perilune.config.parse import from_dict, to_dict
 from perilune.errors import SandboxError
-from perilune.sandbox import template
+from perilune.sandbox import removal, template
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.drivers import driver as make_driver
 from perilune.sandbox.guest import linux
@@ -174,6 +175,14 @@ class Sandboxes:
         self.home.save(record)
         self.home.release(record)
         return record
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove sandboxes that no process has, snapshots and trajectories by name, all or none; returns the bytes freed.
+
+        Raises:
+            SandboxError: see `removal.remove`.
+        """
+        return removal.remove(self, names)
 
     def _forget(self, sandbox: Sandbox, lost: bool = False) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from perilune.sandbox import AsyncSandboxes, Limits, Spec, State
-from perilune.sandbox.protocol import GuestFileError
+from perilune.sandbox.protocol import GuestFileError, NoSuchSandbox
 
 TESTED_DRIVERS = ("proc",)
 
@@ -39,7 +39,8 @@ def test_life_of_a_sandbox(driver, home):
         box = await sandboxes.create(SPEC, driver=driver)
         await box.write_file("/workspace/a", b"1")
         snapshot = await box.checkpoint()
-        fork, other = (await box.fork(1))[0], await sandboxes.resume(snapshot.id)
+        fork, other = (await box.fork(1, name="fork"))[0], await sandboxes.resume(snapshot.id)
+        assert fork.name == "fork-1" and fork.id != box.id and (await box.capabilities()).fork
         await fork.write_file("/workspace/a", b"2")
         assert [await one.read_file("/workspace/a") for one in (box, fork, other)] == [b"1", b"2", b"1"]
         await box.pause()
@@ -47,6 +48,14 @@ def test_life_of_a_sandbox(driver, home):
         assert [entry.name for entry in await box.list("/workspace")] == ["a"] and await box.ports() == []
         with pytest.raises(GuestFileError):
             await box.read_file("/none")
+        await asyncio.to_thread(fork.blocking.release)
+        opened = await sandboxes.open("fork-1")
+        await opened.resume()
+        assert await opened.read_file("/workspace/a") == b"2"
+        await asyncio.to_thread(opened.blocking.release)
+        assert await sandboxes.remove(["fork-1"]) >= 0
+        with pytest.raises(NoSuchSandbox):
+            await sandboxes.open("fork-1")
 
     run(home, body)
 

@@ -134,6 +134,8 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli):
         (("snapshot",), 2, b"needs one name or snapshot"),
         (("rm",), 2, b"needs names"),
         (("shell",), 2, b"needs a terminal"),
+        (("ps", "job"), 2, b"takes no name"),
+        (("rm", "job", "--", "ls"), 2, b"runs no program"),
         (("run", "--frobnicate"), 2, b"frobnicate"),
     ],
 )

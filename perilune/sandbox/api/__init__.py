@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from perilune.sandbox.api.app import create_app
 from perilune.sandbox.api.permissions import Permissions, ServiceLimits
-from perilune.sandbox.api.server import ServerHandle, check_exposure, serve, serve_in_thread
+from perilune.sandbox.api.server import serve, serve_in_thread
 
-__all__ = ["Permissions", "ServerHandle", "ServiceLimits", "check_exposure", "create_app", "serve", "serve_in_thread"]
+__all__ = ["Permissions", "ServiceLimits", "create_app", "serve", "serve_in_thread"]

@@ -23,8 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.errors import PeriluneError
-from perilune.sandbox.api.access import Access
-from perilune.sandbox.api.envelope import APIError, on_error
+from perilune.http.access import Access
+from perilune.http.errors import APIError
+from perilune.sandbox.api.envelope import on_error
 from perilune.sandbox.api.permissions import Permissions, ServiceLimits
 from perilune.sandbox.api.service import Service
 from perilune.sandbox.pool import Pool

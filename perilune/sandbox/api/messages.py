@@ -62,9 +62,10 @@ class Pause(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Fork(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST …/fork."""
+    """POST …/fork; the copies are called `name`-1, `name`-2, …, or by their ids."""
 
     count: int = 1
+    name: str | None = None
 
 
 def decode(body: bytes, kind: type[T]) -> T:

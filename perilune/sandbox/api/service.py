@@ -18,15 +18,16 @@ from starlette.types import ASGIApp
 from perilune import __version__
 from perilune.config.parse import from_dict
 from perilune.errors import CapacityError, RequestError
+from perilune.http.access import Access
+from perilune.http.errors import APIError, json_response
 from perilune.sandbox.api import commands, streams
-from perilune.sandbox.api.access import Access
-from perilune.sandbox.api.envelope import APIError, json_response
 from perilune.sandbox.api.messages import HEADER_BYTES, Create, Exec, Fork, Pause, Window, decode, result_body
 from perilune.sandbox.api.permissions import Permissions, ServiceLimits
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.drivers import DRIVERS
 from perilune.sandbox.pool import Pool
 from perilune.sandbox.protocol import NoSuchSandbox, Spec
+from perilune.sandbox.removal import check_unneeded
 
 T = TypeVar("T")
 PAGE = Path(__file__).with_name("page.html")
@@ -159,7 +160,7 @@ class Service:
     async def fork(self, request: Request) -> Response:
         """POST …/fork."""
         asked = await self._read(request, Fork)
-        made = await self.call(self.pool.fork, request.path_params["name"], asked.count)
+        made = await self.call(self.pool.fork, request.path_params["name"], asked.count, prefix=asked.name)
         return json_response({"sandboxes": [self.describe(fork) for fork in made]}, 201)
 
     async def pause(self, request: Request) -> Response:
@@ -301,8 +302,13 @@ class Service:
 
     async def delete_snapshot(self, request: Request) -> Response:
         """DELETE /v1/snapshots/ID."""
-        freed = await self.call(self.pool.home.store.delete, [self._snapshot_name(request)])
-        return json_response({"freed_bytes": freed})
+        names, home = [self._snapshot_name(request)], self.pool.home
+
+        def delete() -> int:
+            check_unneeded(home, names)
+            return home.store.delete(names)
+
+        return json_response({"freed_bytes": await self.call(delete)})
 
     async def record(self, request: Request) -> Response:
         """GET /v1/snapshots/ID/record: its record as another store takes it."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from perilune.sandbox.api.envelope import as_api_error, error_body
+from perilune.sandbox.api.envelope import as_api_error, body_of
 
 log = logging.getLogger(__name__)
 HEARTBEAT = b": waiting\n\n"
@@ -153,7 +153,7 @@ class Answer:
                 await body(piece)
         except Exception as error:
             if self._kind == "text/event-stream":
-                await body(event(error_body(as_api_error(error))))
+                await body(event(body_of(as_api_error(error))))
             else:
                 log.warning("a sandbox stream ended by an error", exc_info=error)
         await body(b"", more=False)

@@ -283,9 +283,9 @@ class FleetSandbox:
         self._call("resume")
         self.state = State.RUNNING
 
-    def fork(self, count: int = 1) -> Sequence[FleetSandbox]:
+    def fork(self, count: int = 1, *, name: str | None = None) -> Sequence[FleetSandbox]:
         """See `Sandbox.fork`: copies on the same machine, where all but their changes is shared."""
-        return [FleetSandbox(self.fleet, body) for body in self._call("fork", count)]
+        return [FleetSandbox(self.fleet, body) for body in self._call("fork", count, prefix=name)]
 
     def destroy(self) -> None:
         """See `Sandbox.destroy`."""

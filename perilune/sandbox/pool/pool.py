@@ -18,7 +18,7 @@ from typing import Any
 
 from perilune.errors import SandboxError
 from perilune.sandbox.client import Sandbox
-from perilune.sandbox.home import LOST, Record
+from perilune.sandbox.home import DAMAGED, LOST, Record
 from perilune.sandbox.memory import Memory
 from perilune.sandbox.pool.admission import Admission
 from perilune.sandbox.pool.limits import PoolLimits, Usage, Warm
@@ -248,12 +248,16 @@ class Pool:
                 return self.home.store.snapshot(entry.sandbox.snapshot)
             return entry.sandbox.pause(keep_memory=keep_memory)
 
-    def fork(self, name: str, count: int = 1) -> list[Sandbox]:
-        """Copies, each in the pool with the times of the original. Raises as `Sandbox.fork` and `Admission.admitted`."""
+    def fork(self, name: str, count: int = 1, *, prefix: str | None = None) -> list[Sandbox]:
+        """Copies, each in the pool with the times of the original. Raises as `Sandbox.fork` and `Admission.admitted`.
+
+        Args:
+            prefix: of their names; see `Sandbox.fork`.
+        """
         with self.use(name) as sandbox, self.admission.admitted(sandbox.driver.name, sandbox.spec, count):
             before = sandbox.record
             left = max(1.0, before.ends - time.time()) if before.ends else 0.0
-            made = sandbox.fork(count)
+            made = sandbox.fork(count, name=prefix)
             if before.own_snapshot is not None:
                 self.reaper.drop(before.own_snapshot)
             before.own_snapshot = sandbox.snapshot  # Nobody was told of it.
@@ -261,9 +265,9 @@ class Pool:
             return [self._enter(one, left, before.idle_seconds).sandbox for one in made]
 
     def destroy(self, name: str) -> None:
-        """End a sandbox for good, or strike a lost one off the list. Raises SandboxError if there is none."""
+        """End a sandbox for good, or strike a lost or damaged one off the list. Raises SandboxError if there is none."""
         record = self.home.find(name)
-        if record.state == LOST:
+        if record.state in (LOST, DAMAGED):
             self.home.remove(record.id)
         else:
             entry = self.entry(name)
