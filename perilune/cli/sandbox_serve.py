@@ -78,8 +78,9 @@ def run(args: list[str]) -> int:
     if keys and flags.no_auth:
         raise ConfigError("sandbox serve: --no-auth and an API key exclude each other; leave one out")
     _need_extra()
+    from perilune.http.exposure import check_exposure
     from perilune.sandbox import Pool, Sandboxes
-    from perilune.sandbox.api import Permissions, check_exposure, serve
+    from perilune.sandbox.api import Permissions, serve
 
     check_exposure(flags.host, keys, flags.no_auth)
     permissions = Permissions(

@@ -89,7 +89,7 @@ def run(args: list[str]) -> int:
     if keys and flags.no_auth:
         raise ConfigError("serve: --no-auth and an API key exclude each other; leave one out")
     _need_extra()
-    from perilune.serve.api.server import check_exposure
+    from perilune.http.exposure import check_exposure
 
     check_exposure(flags.host, tuple(keys), flags.no_auth)
     endpoint, limits = server_options(flags, tuple(keys))

@@ -12,8 +12,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from perilune.errors import CapacityError, ConfigError
+from perilune.http.exposure import check_exposure
 from perilune.serve.api import Limits, serve_in_thread
-from perilune.serve.api.server import check_exposure
 
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -19,10 +19,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from perilune.errors import PeriluneError
-from perilune.serve.api.access import LOOPBACK, Access
+from perilune.http.access import Access
+from perilune.http.errors import APIError, json_response
+from perilune.http.exposure import LOOPBACK
 from perilune.serve.api.chat_protocol import ChatRequest, Message
 from perilune.serve.api.context import Context
-from perilune.serve.api.envelope import APIError, json_response, on_error, unavailable
+from perilune.serve.api.envelope import on_error, unavailable
 from perilune.serve.api.protocol import decode
 from perilune.serve.request import FieldError
 

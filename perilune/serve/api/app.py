@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from perilune.serve.api.access import Access
+from perilune.http.access import Access
+from perilune.http.errors import json_response
 from perilune.serve.api.context import Context
-from perilune.serve.api.envelope import json_response, on_error
+from perilune.serve.api.envelope import on_error
 from perilune.serve.api.generate import Generate
 from perilune.serve.api.information import Information
 from perilune.serve.api.limits import Limits

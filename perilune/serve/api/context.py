@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from perilune.serve.api.access import Access
-from perilune.serve.api.envelope import APIError, unavailable
+from perilune.http.access import Access
+from perilune.http.errors import APIError
+from perilune.serve.api.envelope import unavailable
 from perilune.serve.api.exchange import Exchange, Exchanges
 from perilune.serve.api.limits import Limits
 from perilune.serve.api.logs import record, request_id

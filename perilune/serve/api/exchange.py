@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from perilune.serve.api.envelope import APIError
+from perilune.http.errors import APIError
 from perilune.serve.api.metrics import Metrics
 from perilune.serve.engine import Job
 from perilune.serve.request import Delta

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
 
+from perilune.http.errors import APIError, json_response
 from perilune.serve.api.answers import (  # fmt: skip
     ChatShape,
     CompletionShape,
@@ -23,7 +24,6 @@ from perilune.serve.api.answers import (  # fmt: skip
 )
 from perilune.serve.api.chat_protocol import ChatRequest
 from perilune.serve.api.context import Context
-from perilune.serve.api.envelope import APIError, json_response
 from perilune.serve.api.exchange import Exchange
 from perilune.serve.api.logs import request_id
 from perilune.serve.api.protocol import CompletionRequest, Sampling, sampling_params

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from perilune import __version__
+from perilune.http.errors import APIError, json_response
 from perilune.serve.api.chat_protocol import ChatRequest, Message
 from perilune.serve.api.context import Context
-from perilune.serve.api.envelope import APIError, json_response
 from perilune.serve.request import FieldError
 
 PAGE = Path(__file__).parents[1] / "web" / "chat.html"

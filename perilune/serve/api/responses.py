@@ -11,9 +11,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
 
+from perilune.http.errors import APIError, json_response
 from perilune.serve.api.answers import WholeAnswer
 from perilune.serve.api.context import Context
-from perilune.serve.api.envelope import APIError, as_api_error, json_response
+from perilune.serve.api.envelope import as_api_error
 from perilune.serve.api.exchange import Exchange
 from perilune.serve.api.generate import collect
 from perilune.serve.api.logs import request_id

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -21,13 +20,12 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from perilune.errors import CapacityError, ConfigError
-from perilune.serve.api.access import LOOPBACK
+from perilune.http.exposure import check_exposure, host_names
+from perilune.http.listening import Server, ServerThread, listen, server_config, url_of
 from perilune.serve.api.admin import create_admin_app
 from perilune.serve.api.app import create_app
 from perilune.serve.api.context import Context
 from perilune.serve.api.envelope import unavailable
-from perilune.serve.api.exposure import check_exposure, is_loopback
 from perilune.serve.api.limits import Limits
 from perilune.serve.engine import Engine, EngineClosed
 
@@ -61,59 +59,20 @@ class Endpoint:
         check_exposure("127.0.0.1", self.admin_keys, False)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 takes a free one.
-
-    Raises:
-        CapacityError: the port is taken.
-        ConfigError: the address is not this machine's.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)  # who connects from now on waits until the application has started
-        return listener
-    except OverflowError:
-        raise ConfigError(f"--port {port} must be a whole number in 0..65535") from None
-    except OSError as error:
-        listener.close()
-        if isinstance(error, socket.gaierror):
-            raise ConfigError(f"--host {host} is not an address or name of this machine: {error.strerror}") from None
-        raise CapacityError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
-
-
-def _config(app: Starlette, grace: int) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=grace, lifespan="on",
-        log_config=None,
-    )  # fmt: skip
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that tells when it accepts connections, and drains before it stops.
+class _Server(Server):
+    """A server that drains before it stops.
 
     Args:
         app: the API's application.
         context: of the application.
         drain_seconds: see `Endpoint`.
-
-    Attributes:
-        accepting: set once it accepts connections.
     """
 
     def __init__(self, app: Starlette, context: Context, drain_seconds: float) -> None:
-        super().__init__(_config(app, grace=1))
-        self.accepting = threading.Event()
+        super().__init__(server_config(app, grace=1))
         self._context = context
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then tell."""
-        await super().startup(sockets)
-        self.accepting.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: drain, or stop at once if it is the second one."""
@@ -159,24 +118,17 @@ class _AdminServer(uvicorn.Server):
 
 @dataclass
 class _Bound:
-    """A server on its socket.
-
-    Attributes:
-        url, admin_url: where it listens, without a trailing slash.
-    """
+    """A server, and the sockets that it is going to use."""
 
     server: _Server
+    context: Context
     listener: socket.socket
     admin_listener: socket.socket | None
-    url: str
-    admin_url: str | None
 
-    def run(self) -> None:
-        """Serve until it is told to stop."""
-        try:
-            self.server.run(sockets=[self.listener])
-        finally:
-            self.close()
+    @property
+    def admin_url(self) -> str | None:
+        """Where the admin port listens, without a trailing slash."""
+        return None if self.admin_listener is None else url_of(self.admin_listener)
 
     def close(self) -> None:
         """Free the ports."""
@@ -187,21 +139,19 @@ class _Bound:
 
 def _bind(engine: Engine, endpoint: Endpoint, limits: Limits | None) -> _Bound:
     endpoint.check()
-    listener = _listen(endpoint.host, endpoint.port)
+    listener = listen(endpoint.host, endpoint.port)
     admin_listener = None
     if endpoint.admin_port is not None:
         try:
-            admin_listener = _listen("127.0.0.1", endpoint.admin_port)
+            admin_listener = listen("127.0.0.1", endpoint.admin_port)
         except BaseException:
             listener.close()
             raise
-    hosts = (LOOPBACK | {endpoint.host}) if is_loopback(endpoint.host) else None
-    app = create_app(engine, limits=limits, api_keys=endpoint.api_keys, hosts=hosts)
+    app = create_app(engine, limits=limits, api_keys=endpoint.api_keys, hosts=host_names(endpoint.host))
     context: Context = app.state.context
     if admin_listener is not None:
         _with_admin(app, create_admin_app(context, endpoint.admin_keys), admin_listener)
-    server = _Server(app, context, endpoint.drain_seconds)
-    return _Bound(server, listener, admin_listener, _url(listener), _url(admin_listener) if admin_listener else None)
+    return _Bound(_Server(app, context, endpoint.drain_seconds), context, listener, admin_listener)
 
 
 def _with_admin(app: Starlette, admin: Starlette, listener: socket.socket) -> None:
@@ -210,7 +160,7 @@ def _with_admin(app: Starlette, admin: Starlette, listener: socket.socket) -> No
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[Any]:
-        server = _AdminServer(_config(admin, grace=1))
+        server = _AdminServer(server_config(admin, grace=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with inner(app) as state:
@@ -222,36 +172,17 @@ def _with_admin(app: Starlette, admin: Starlette, listener: socket.socket) -> No
     app.router.lifespan_context = lifespan
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@dataclass
-class ServerHandle:
-    """A server that runs in another thread.
+class ServerHandle(ServerThread):
+    """A server that runs in another thread; closing it cuts running answers.
 
     Attributes:
-        url, admin_url: where it listens, without a trailing slash.
+        admin_url: where the admin port listens; None = there is none.
         context: its parts.
     """
 
-    url: str
-    admin_url: str | None
-    context: Context
-    _server: _Server
-    _thread: threading.Thread
-
-    def close(self) -> None:
-        """Stop: running answers are cut, the port is free when this returns."""
-        self._server.should_exit = True
-        self._thread.join()
-
-    def __enter__(self) -> ServerHandle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __init__(self, bound: _Bound) -> None:
+        self.admin_url, self.context = bound.admin_url, bound.context
+        super().__init__(bound.server, bound.listener, "perilune-http", bound.close)
 
 
 def serve_in_thread(
@@ -273,21 +204,7 @@ def serve_in_thread(
     endpoint = Endpoint(
         host=host, port=port, api_keys=api_keys, no_auth=no_auth, admin_port=admin_port, admin_keys=admin_keys
     )
-    bound = _bind(engine, endpoint, limits)
-    server = bound.server
-
-    def run() -> None:
-        try:
-            bound.run()
-        finally:
-            server.accepting.set()
-
-    thread = threading.Thread(target=run, name="perilune-http", daemon=True)
-    thread.start()
-    server.accepting.wait()
-    if not server.started:
-        raise CapacityError(f"the server did not start on {bound.url}; its log says why")
-    return ServerHandle(bound.url, bound.admin_url, server._context, server, thread)
+    return ServerHandle(_bind(engine, endpoint, limits))
 
 
 def serve(
@@ -311,9 +228,12 @@ def serve(
         EngineClosed: the engine has ended by a fault of its own. Start the server again; a disk tier is still there.
     """
     bound = _bind(engine, endpoint or Endpoint(), limits)
-    if on_ready is not None:
-        on_ready(bound.url, bound.admin_url)
-    bound.run()
+    try:
+        if on_ready is not None:
+            on_ready(url_of(bound.listener), bound.admin_url)
+        bound.server.run(sockets=[bound.listener])
+    finally:
+        bound.close()
     if bound.server.force_exit:
         raise KeyboardInterrupt
     if engine.closed:

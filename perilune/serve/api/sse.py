@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from perilune.serve.api.envelope import as_api_error, error_body
+from perilune.serve.api.envelope import as_api_error, body_of
 
 log = logging.getLogger(__name__)
 
@@ -91,5 +91,5 @@ class EventStream:
             api_error = as_api_error(error)
             log.log(logging.ERROR if api_error.status == 500 else logging.INFO, "stream ended by an error",
                     exc_info=error if api_error.status == 500 else None)  # fmt: skip
-            await body(event(error_body(api_error)))
+            await body(event(body_of(api_error)))
         await body(b"", more=False)

@@ -1,4 +1,4 @@
-"""Who may use the server: bearer keys, and no pages of other sites."""
+"""Who may use a server: bearer keys, and no pages of other sites."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import hmac
 
 from starlette.requests import Request
 
-from perilune.serve.api.envelope import APIError
-
-LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
+from perilune.http.errors import APIError
 
 
 class Access:
