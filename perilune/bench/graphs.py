@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perilune.bench.harness import Row, bound_ms, commit, device_name, versions
+from perilune.bench.harness import Row, bound_ms, commit, device_name, versions, work_done
 
 CACHE_BYTES = 400e6  # of inputs that one replay walks through
 SAMPLES = 20
@@ -98,4 +98,5 @@ class GraphCase:
             ratio=None if peer_median is None else peer_median / median, bound_ms=bound_ms(self, device),
             device=device_name(device), versions=versions(), commit=commit(), ours_spread_ms=(min(mine), max(mine)),
             peer_spread_ms=None if others is None else (min(others), max(others)), samples=len(mine),
+            extra=work_done(self, device),
         )  # fmt: skip

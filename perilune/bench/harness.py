@@ -189,6 +189,16 @@ def bound_ms(case: Work, device: str) -> float | None:
     return 1e3 * max(times) if times else None
 
 
+def work_done(case: Work, device: str) -> dict[str, float]:
+    """What the bound was computed from, for a row's `extra`: a picture needs bytes, operations and both ceilings."""
+    found = {}
+    if case.bytes:
+        found |= {"bytes": case.bytes, "copy_bytes_per_second": copy_ceiling(device)}
+    if case.flops:
+        found |= {"flops": case.flops, "matmul_flops_per_second": matmul_ceiling(device, case.dtype)}
+    return found
+
+
 @lru_cache
 def device_name(device: str) -> str:
     """The device in words, with the thread count for a CPU."""
@@ -251,9 +261,9 @@ def _measured(case: Case, device: str, samples: int) -> Row:
         if enabled:
             gc.enable()
     medians = [statistics.median(found) for found in times]
-    extra = {}
+    extra = work_done(case, device)
     if device.startswith("cuda"):
-        extra = dict(zip(("peak_bytes", "peer_peak_bytes"), map(peak_bytes, runs)))
+        extra |= dict(zip(("peak_bytes", "peer_peak_bytes"), map(peak_bytes, runs)))
     return Row(
         name=case.name,
         shape=case.shape,

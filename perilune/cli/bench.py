@@ -38,7 +38,8 @@ class BenchFlags:
         rate: serve only: arrivals a second.
         concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
         seed: serve only: of the trace.
-        plots: serve only: folder for pictures and what they are made from; empty = none.
+        plots: folder for pictures; of kernels and train the times beside their bounds and the ratios to peers, of serve also
+            what its pictures are made from; empty = none.
         budget: seconds after which no further row is begun; the next call goes on. 0 = all rows.
         results: .jsonl file to continue from and to append to; empty = benchmarks/results/SUITE-DEVICE.jsonl here.
         threads: CPU threads; 0 = all cores that this process may use.
@@ -126,6 +127,11 @@ def run(args: list[str]) -> int:
     torch.set_num_threads(flags.threads or usable_cores())
     results = flags.results or Path("benchmarks/results") / f"{suite}-{flags.device}.jsonl"
     rows = _measure(suite, flags, results, lambda row: print(_line(row), file=sys.stderr, flush=True))
+    if flags.plots is not None and suite in ("kernels", "train"):
+        from perilune.report.kernels import draw
+
+        for path in draw(results, flags.plots, f"{suite}-"):
+            print(path, file=sys.stderr)
     if flags.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     else:

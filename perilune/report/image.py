@@ -72,9 +72,9 @@ def _lines(axes: Any, chart: LineChart) -> None:
         color = SERIES[(position if series.color is None else series.color) % len(SERIES)]
         if series.band is not None:
             axes.fill_between(series.x, *series.band, color=color, alpha=0.18, linewidth=0)
-        style = {"solid": "-", "step": "-", "dash": "--", "dots": ""}[series.style]
+        style = {"solid": "-", "step": "-", "dash": "--", "dots": "none"}[series.style]
         few = len(series.x) <= 40 and not series.faint
-        axes.plot(series.x, series.y, style, color=color, alpha=0.3 if series.faint else 1, linewidth=0.8 if series.faint else 1.9,
+        axes.plot(series.x, series.y, linestyle=style, color=color, alpha=0.3 if series.faint else 1, linewidth=0.8 if series.faint else 1.9,
                   marker="o" if series.style == "dots" or few else "", markersize=3.5, label=None if series.faint else series.name,
                   drawstyle="steps-post" if series.style == "step" else "default")  # fmt: skip
         shown += not series.faint
