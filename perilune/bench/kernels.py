@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.bench import (
+    gpu_accuracy,
     gpu_attnres,
     gpu_decode,
     gpu_experts,
@@ -220,6 +221,7 @@ OPS.update(moe.OPS)
 OPS.update(mx.OPS)
 OPS |= {
     "kda_gpu": _on_gpu(gpu_kda.cases),
+    "kda_accuracy_gpu": _on_gpu(gpu_accuracy.cases),
     "kda_decode_gpu": _on_gpu(gpu_decode.cases),
     "depth_gpu": _on_gpu(gpu_attnres.cases),
     "moe_gpu": _on_gpu(gpu_moe.cases),

@@ -147,6 +147,11 @@ def _line(row: Row) -> str:
         text += f"   bound {row.bound_ms:.3f} ms"
     if "flashkda_recorded_ms" in row.extra:
         text += f"   FlashKDA, recorded: {row.extra['flashkda_recorded_ms']:.3f} ms"
+    if "error_o" in row.extra:
+        text += "   errors" + "".join(f" {n[6:]} {e:.1e}" for n, e in row.extra.items() if n.startswith("error_"))
+    if "peer_error_o" in row.extra:
+        worst = max(row.extra[n] / row.extra[f"peer_{n}"] for n in row.extra if n.startswith("error_"))
+        text += f", at most {worst:.2f} of the peer's"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
     if "p99_ms" in row.extra:

@@ -1,0 +1,130 @@
+"""How exact chunk_kda is on one GPU in bfloat16, beside fla-core on equal inputs: outputs, states and every gradient.
+
+Both are compared with the token loop in float64 on what bfloat16 made of the inputs. A row has the time of a forward and a
+backward pass as any row, and in its `extra` the relative error of each tensor, ours and the peer's (`peer_error_...`). Errors of
+A_log and dt_bias are relative to the terms that add up to them, which may cancel to almost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.bench import gpu_kda
+from perilune.bench.harness import Case, Row
+from perilune.ops.kda import recurrent_kda_reference
+
+LENGTH, HEADS, DIM = 1024, 8, gpu_kda.DIM
+Inputs = dict[str, Tensor]
+
+
+def random(seed: int = 0) -> Inputs:
+    """As a layer passes them, with a state that came before."""
+    made = gpu_kda.inputs(1, LENGTH, HEADS, seed)
+    generator = torch.Generator(device="cuda").manual_seed(seed + 1)
+    made["initial_state"] = torch.randn(1, HEADS, DIM, DIM, device="cuda", generator=generator)
+    return made
+
+
+def _open() -> Inputs:
+    """Nothing is forgotten."""
+    made = random()
+    made["g"][:] = -12.0
+    return made
+
+
+def _collinear() -> Inputs:
+    """Nothing is forgotten, keys hardly differ, and each overwrites what the one before wrote."""
+    made = _open()
+    made["k"] = (made["k"][:, :1].float() + 0.3 * made["k"].float()).bfloat16()
+    made["beta"][:] = 8.0
+    return made
+
+
+def _one_key() -> Inputs:
+    made = _open()
+    made["k"][:] = made["k"][:, :1].clone()
+    made["beta"][:] = 8.0
+    return made
+
+
+def _closed() -> Inputs:
+    """Everything is forgotten at once."""
+    made = random()
+    made["g"][:] = 8.0
+    return made
+
+
+KINDS: dict[str, Callable[[], Inputs]] = {
+    "random": random, "open_gate": _open, "collinear_keys": _collinear, "one_key": _one_key, "closed_gate": _closed,
+}  # fmt: skip
+
+
+def outcome(op: Callable[..., Any], inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
+    """o, the final state, and every gradient under fixed cotangents, by name."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    o, state = op(**leaves, output_final_state=True, **settings)
+    generator = torch.Generator(device="cuda").manual_seed(7)
+    cotangents = [torch.randn(x.shape, device="cuda", generator=generator).bfloat16().to(x.dtype) for x in (o, state)]
+    gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents)
+    return {"o": o.detach(), "state": state.detach()} | {f"d_{n}": x for n, x in zip(leaves, gradients, strict=True)}
+
+
+def truth(inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
+    """`outcome` of the token loop in float64."""
+    return outcome(recurrent_kda_reference, {name: x.double() for name, x in inputs.items()}, settings)
+
+
+def errors(got: Inputs, right: Inputs, inputs: Inputs) -> dict[str, float]:
+    """Norm of the error beside the norm of the truth, by tensor; NaN if one is not finite."""
+    logit = inputs["g"].double() + inputs["dt_bias"].double().view(*inputs["g"].shape[2:])
+    beside = right | {"d_dt_bias": right["d_g"], "d_A_log": right["d_g"] * logit}
+    return {name: float((got[name].double() - right[name]).norm() / beside[name].norm()) for name in right}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyCase(Case):
+    """A row with errors.
+
+    Attributes:
+        kind: of inputs, in `KINDS`.
+    """
+
+    kind: str
+
+    def measure(self, device: str, samples: int) -> Row:
+        """As `Case.measure`."""
+        row, inputs, other = super().measure(device, samples), KINDS[self.kind](), gpu_kda.peer()
+        right, extra = truth(inputs), {}
+        for prefix, op in (("error", gpu_kda.ours), ("peer_error", other)):
+            if op is not None:
+                found = errors(outcome(op, inputs), right, inputs)
+                extra |= {f"{prefix}_{name}": value for name, value in found.items()}
+        return replace(row, extra=row.extra | extra)
+
+
+def cases() -> Iterator[AccuracyCase]:
+    """A row for each kind of inputs."""
+    other = gpu_kda.peer()
+    for kind in KINDS:
+
+        def make(kind: str = kind) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+            inputs = KINDS[kind]()
+            return partial(outcome, gpu_kda.ours, inputs), None if other is None else partial(outcome, other, inputs)
+
+        yield AccuracyCase(
+            name=f"kda_accuracy_{kind}",
+            shape=f"B 1, T {LENGTH}, H {HEADS}, d {DIM}, bounded gate, forward and backward",
+            make=make,
+            peer="" if other is None else "fla-core chunk_kda, safe gate",
+            flops=LENGTH * HEADS * sum(gpu_kda.FLOPS.values()),
+            bytes=LENGTH * HEADS * sum(gpu_kda.BYTES.values()),
+            dtype=torch.bfloat16,
+            precompile=() if other is None else (f"kda:{HEADS}",),
+            kind=kind,
+        )

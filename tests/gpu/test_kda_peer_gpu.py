@@ -1,0 +1,35 @@
+"""No less accurate than fla-core: on equal inputs, relative to float64, tensor by tensor, whatever the inputs are like.
+
+The peer's autotuner takes its first candidate: which one runs decides its speed, and compiling them all takes minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+pytest.importorskip("fla.ops.kda", reason="fla-core is not installed")
+
+from triton.runtime.autotuner import Autotuner
+
+from perilune.bench import gpu_accuracy, gpu_kda
+
+ALLOWED = 1.05
+
+
+@pytest.fixture(autouse=True)
+def _first_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    prune = Autotuner.prune_configs
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:1])
+
+
+@pytest.mark.parametrize("kind", gpu_accuracy.KINDS)
+def test_no_less_accurate_than_fla_core(kind: str) -> None:
+    inputs, peer = gpu_accuracy.KINDS[kind](), gpu_kda.peer()
+    assert peer is not None
+    right = gpu_accuracy.truth(inputs)
+    ours = gpu_accuracy.errors(gpu_accuracy.outcome(gpu_kda.ours, inputs), right, inputs)
+    theirs = gpu_accuracy.errors(gpu_accuracy.outcome(peer, inputs), right, inputs)
+    found = " ".join(f"{n} {e:.1e} of {theirs[n]:.1e} ({e / theirs[n]:.2f})" for n, e in ours.items())
+    print(f"{kind}: {found}", flush=True)
+    assert all(e <= ALLOWED * theirs[n] for n, e in ours.items()), found
