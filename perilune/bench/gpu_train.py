@@ -2,20 +2,20 @@
 
 Against transformers' kimi_linear on fla-core's kernels both sides hold the same weights in the Kimi-Linear form of the
 preset, and do a forward pass, a backward pass and a fused AdamW step. The K3-shaped presets with per-head Muon and
-quantile balancing have no peer. A row's bound is its operations at the measured matmul rate, so bound / time is the
-model's FLOP utilisation; peak memory beyond weights and optimizer state is in the row's `extra`.
+quantile balancing have no peer. A row's bound is its operations at the measured matmul rate; its `extra` has bound / time, which
+is the model's FLOP utilisation (`mfu`), tokens a second, and peak memory beyond weights and optimizer state.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from perilune.bench.harness import Case
+from perilune.bench.harness import Case, Row, matmul_ceiling
 from perilune.bench.kimi_linear import import_peer, kimi_linear_shaped, pair, random_ids
 from perilune.bench.train import ours_step, peer_step
 from perilune.config import ModelConfig, OptimConfig
@@ -54,6 +54,27 @@ def peer_once(name: str, length: int) -> None:
     peer_step(model, torch.bfloat16, ids)()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainCase(Case):
+    """A training step.
+
+    Attributes:
+        tokens: of a step.
+    """
+
+    tokens: int
+
+    def measure(self, device: str, samples: int) -> Row:
+        """As `Case.measure`."""
+        row = super().measure(device, samples)
+        best, extra = matmul_ceiling(device, self.dtype), dict(row.extra)
+        for prefix, ms in (("", row.ours_ms), ("peer_", row.peer_ms)):
+            if ms is not None:
+                extra[f"{prefix}mfu"] = self.flops / (1e-3 * ms) / best
+                extra[f"{prefix}tokens_per_second"] = self.tokens / (1e-3 * ms)
+        return replace(row, extra=extra)
+
+
 def _case(
     name: str,
     cfg: ModelConfig,
@@ -61,7 +82,7 @@ def _case(
     optim: OptimConfig,
     words: str,
     precompile: tuple[str, ...] = (),
-) -> Case:
+) -> TrainCase:
     batch, length = shape
 
     def make() -> tuple[Callable[[], Any], Callable[[], Any] | None]:
@@ -73,14 +94,14 @@ def _case(
             return ours_step(ours, optim, torch.bfloat16, ids), peer_step(theirs, torch.bfloat16, ids)
         return ours_step(init_weights(Transformer(cfg)).cuda(), optim, torch.bfloat16, ids), None
 
-    return Case(
-        name=f"train_step_bf16_{name}", shape=f"{words}, B{batch} T{length}", make=make,
+    return TrainCase(
+        name=f"train_step_bf16_{name}", shape=f"{words}, B{batch} T{length}", make=make, tokens=batch * length,
         peer="transformers kimi_linear on fla-core" if precompile else "",
         flops=batch * length * train_flops_per_token(cfg, length), dtype=torch.bfloat16, precompile=precompile,
     )  # fmt: skip
 
 
-def cases(peer: str) -> Iterator[Case]:
+def cases(peer: str) -> Iterator[TrainCase]:
     """All rows.
 
     Args:

@@ -24,8 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PROCESSES = 16
 START_SECONDS = 15.0  # of a process until its first kernel: a shorter rest of a budget is not worth one
 LONGEST = 3600.0
@@ -108,6 +106,8 @@ def _report(text: str) -> None:
 
 
 def _kda(heads: str) -> None:
+    import torch
+
     from perilune.bench import gpu_kda
 
     op = gpu_kda.peer()
@@ -123,7 +123,6 @@ def _train(name: str) -> None:
     from perilune.bench import gpu_train
 
     gpu_train.peer_once(name, TOKENS)
-    torch.cuda.synchronize()
 
 
 TASKS: dict[str, Callable[[str], None]] = {"kda": _kda, "train": _train}

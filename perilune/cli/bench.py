@@ -152,6 +152,10 @@ def _line(row: Row) -> str:
     if "peer_error_o" in row.extra:
         worst = max(row.extra[n] / row.extra[f"peer_{n}"] for n in row.extra if n.startswith("error_"))
         text += f", at most {worst:.2f} of the peer's"
+    if "mfu" in row.extra:
+        text += f"   MFU {row.extra['mfu']:.1%}, peak +{row.extra['peak_bytes'] / 1e9:.1f} GB"
+    if "peer_mfu" in row.extra:
+        text += f" (peer {row.extra['peer_mfu']:.1%}, +{row.extra['peer_peak_bytes'] / 1e9:.1f} GB)"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
     if "p99_ms" in row.extra:

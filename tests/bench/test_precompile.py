@@ -1,0 +1,78 @@
+"""Compilation of a peer's kernels ahead: the candidates are shared out, nothing is launched, a budget ends it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from perilune.bench import harness, precompile
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+from triton.runtime import autotuner  # noqa: E402
+
+
+class Recorder:
+    """In the place of a kernel."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bool]] = []
+
+    def run(self, *args: object, num_warps: int, warmup: bool = False, **kwargs: object) -> None:
+        self.calls.append((num_warps, warmup))
+        if num_warps == 3:
+            raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[autotuner.Autotuner]:
+    monkeypatch.setattr(autotuner.Autotuner, "run", autotuner.Autotuner.run)  # put back what compile_only replaces
+    made = autotuner.Autotuner.__new__(autotuner.Autotuner)
+    made.arg_names, made.early_config_prune, made.perf_model = ["x"], None, None
+    made.configs = [triton.Config({}, num_warps=n) for n in range(1, 8)]
+    made.base_fn, made.fn = test_candidates_are_shared_out_and_none_is_launched, Recorder()
+    yield made
+
+
+def test_candidates_are_shared_out_and_none_is_launched(tuner, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = []
+    for part in range(3):
+        tuner.fn = Recorder()
+        precompile.compile_only(part, 3, math.inf)
+        tuner.run("a tensor", grid=(1,))
+        shares.append([warps for warps, _ in tuner.fn.calls])
+        assert all(warmup for _, warmup in tuner.fn.calls) and tuner.nargs is None
+    assert sorted(sum(shares, [])) == list(range(1, 8)) and all(shares)
+    assert not capsys.readouterr().err, "what does not fit the device is no problem"
+
+
+def test_nothing_is_begun_after_the_end(tuner) -> None:
+    precompile.compile_only(0, 1, time.monotonic() - 1)
+    tuner.run("a tensor", grid=(1,))
+    assert not tuner.fn.calls
+
+
+def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "PROCESSES", 2)
+    problems = precompile.precompile("nonsense:1", seconds=60)
+    assert len(problems) == 1 and "nonsense:1" in problems[0] and "KeyError" in problems[0]
+    started = time.monotonic()
+    assert precompile.precompile("nonsense:1", seconds=1) == [] and time.monotonic() - started < 1
+    monkeypatch.setattr(precompile, "START_SECONDS", 0)
+    assert precompile.precompile("nonsense:1", seconds=0.05) == [] and time.monotonic() - started < 60
+
+
+def test_a_suite_compiles_each_task_once_and_not_for_rows_that_are_known(monkeypatch, tmp_path) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(harness, "precompile", lambda *tasks, seconds: asked.append(tasks) or ["precompile: a problem"])
+    cases = [
+        harness.Case(name=f"row {n}", shape="", make=lambda: (lambda: None, None), precompile=tasks)
+        for n, tasks in enumerate([("a", "b"), ("b",), ("b", "c"), ()])
+    ]
+    rows = harness.run_suite(cases, results=tmp_path / "rows.jsonl", samples=1)
+    assert len(rows) == 4 and asked == [("a", "b"), ("c",)]
+    harness.run_suite(cases, results=tmp_path / "rows.jsonl", samples=1)
+    assert asked == [("a", "b"), ("c",)]
+    assert harness.run_suite(cases[:2], budget_seconds=0.0) == [] and len(asked) == 2
