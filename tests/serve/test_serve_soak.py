@@ -108,6 +108,7 @@ class Soak:
         clients = [Clients(server.url, self.corpus, chance) for _ in range(chance.randint(3, 6))]
         canaries = [Canary(self, chance.randrange(len(self.corpus.prompts))) for _ in range(3)]
         fault = chance.choice(("step", "step", "no-disk", "stop", ""))
+        time.sleep(chance.uniform(0, 0.6))  # the canaries have come, the clients come one after the other
         if fault in ("step", "no-disk"):
             server.fail(fault)
         victims = chance.sample(clients, len(clients) // 2)
@@ -124,7 +125,7 @@ class Soak:
             self.end(ending)
         allowed = ("done", "503 engine_failed", "event engine_failed", "429 queue_full")
         if ending:
-            allowed += ("lost", "503 draining", "event draining", "503 engine_stopped")
+            allowed += ("lost", "503 draining", "event draining", "503 engine_stopped", "event engine_stopped")
         for client in clients:
             for what in client.outcomes():
                 assert client in victims or what in allowed, (what, self.server.last_words())
