@@ -86,7 +86,7 @@ def compile_only(part: int, parts: int, end: float) -> None:
             ) % parts  # few candidates: not all on the same ones
             for config in self.prune_configs(kwargs)[first::parts]:
                 if time.monotonic() < end:
-                    _compile(self, args, kwargs | config.all_kwargs())
+                    _compile(self, args, kwargs | config.all_kwargs() | {"warmup": True})
         finally:
             self.nargs = None
 
@@ -95,7 +95,7 @@ def compile_only(part: int, parts: int, end: float) -> None:
 
 def _compile(tuner: Any, args: tuple, kwargs: dict) -> None:
     try:
-        tuner.fn.run(*args, **kwargs, warmup=True)
+        tuner.fn.run(*args, **kwargs)
     except Exception as error:  # a candidate that needs too much shared memory is one that the tuner will drop as well
         if "resource" not in str(error).lower():
             _report(f"{tuner.base_fn.__name__}: {type(error).__name__}")
