@@ -88,7 +88,6 @@ class Soak:
 
     def _start(self) -> Server:
         self.memory.append([])
-        self._files = None
         return Server(self.folder)
 
     def live(self, seconds: float, ending: str) -> None:
@@ -146,8 +145,11 @@ class Soak:
         if sys.platform == "linux":
             threads, memory = self.server.threads_and_memory()
             files = self.server.open_files()
-            self._files = self._files or (threads + 4, files + 4)
-            assert (threads, files) <= self._files, f"{threads} threads and {files} files: more than {self._files}"
+            if not self.memory[-1]:
+                self._first = threads, files
+            assert threads <= self._first[0] + 4 and files <= self._first[1] + 4, (
+                f"{threads} threads, {files} files open"
+            )
             self.memory[-1].append(memory)
 
     def end(self, ending: str) -> None:
