@@ -84,7 +84,6 @@ class Bench:
         """Sequences are done."""
         for sequence in sequences:
             self.scheduler.end(sequence)
-            self.runner.forget(sequence.name)
 
 
 def _ids(model: Transformer, count: int, seed: int = 0) -> list[int]:

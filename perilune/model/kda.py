@@ -109,18 +109,11 @@ class KDA(nn.Module):
             )
         return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory, marked
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        state: RecurrentState | PagedRecurrent | None = None,
-        segments: Segments | None = None,
-        past: list[int] | None = None,
-    ) -> tuple[Tensor, RecurrentState | PagedRecurrent | None]:
-        """Mix `[B, T, D]` along the sequence; `state` is updated in place. `past` is not used: there are no positions."""
-        if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
-            return self._decode(x_BTD, state), state
-        kda = self.kda
-        raw, before = self.qkv_proj(x_BTD), None if state is None else state.window_BXW
+    def _recur(
+        self, raw: Tensor, x_BTD: Tensor, state: RecurrentState | PagedRecurrent | None, segments: Segments | None
+    ) -> Tensor:
+        """Convolution and memory over raw projections `[B, T, X]`: the outputs `[B, T, H, V]`; `state` is updated in place."""
+        kda, before = self.kda, None if state is None else state.window_BXW
         qkv, window = short_conv(raw, self.qkv_conv, before, segments)
         q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
         q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
@@ -134,6 +127,26 @@ class KDA(nn.Module):
                 for mark, memory_BHVK in zip(state.marks, marked, strict=True):
                     state.export(mark, line_BTX[:, mark : mark + taps].mT, memory_BHVK)
             state.window_BXW, state.memory_BHVK = window, memory
+        return out
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: RecurrentState | PagedRecurrent | None = None,
+        segments: Segments | None = None,
+        past: list[int] | None = None,
+    ) -> tuple[Tensor, RecurrentState | PagedRecurrent | None]:
+        """Mix `[B, T, D]` along the sequence; `state` is updated in place. `past` is not used: there are no positions."""
+        if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
+            return self._decode(x_BTD, state), state
+        raw = self.qkv_proj(x_BTD)
+        parts = state.parts() if isinstance(state, PagedRecurrent) else []
+        if parts:  # chunks of several sequences, one behind the other
+            sizes, states = zip(*parts)
+            pieces = zip(raw.split(sizes, 1), x_BTD.split(sizes, 1), states)
+            out = torch.cat([self._recur(*piece, None) for piece in pieces], dim=1)
+        else:
+            out = self._recur(raw, x_BTD, state, segments)
         gate = self.output_gate(x_BTD).view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
 

@@ -109,11 +109,19 @@ class GatedMLA(nn.Module):
         keys, values = self.expand(*entries_BSC.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1))
         return attend(torch.cat((q_nope, q_shared), dim=-1), keys, values, self.scale, past=past, fp32_output=False)
 
+    def _attend_chunk(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache) -> Tensor:
+        """Attention of a chunk of one row."""
+        return self._attend_cached(q_nope, q_shared, cache.entries(0), cache.rows.past[0])
+
     def _attend_pages(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache) -> Tensor:
-        """Attention of a chunk of one row, or of one token of each of several rows of any lengths."""
-        rows = cache.rows
+        """Attention of chunks, each a part of a single row, or of one token of each of several rows of any lengths."""
+        rows, parts = cache.rows, cache.parts()
+        if parts:
+            sizes, caches = zip(*parts)
+            pieces = zip(q_nope.split(sizes, 1), q_shared.split(sizes, 1), caches)
+            return torch.cat([self._attend_chunk(*piece) for piece in pieces], dim=1)
         if q_nope.shape[1] > 1:
-            return self._attend_cached(q_nope, q_shared, cache.entries(0), rows.past[0])
+            return self._attend_chunk(q_nope, q_shared, cache)
         up_k, up_v = self._up_projections(q_nope.dtype)
         out_BHV = attend_latent_pages(
             q_nope[:, 0], q_shared[:, 0], cache.entry_PSC, rows.table_BP, rows.length_B, up_k, up_v, self.scale

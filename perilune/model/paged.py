@@ -2,7 +2,8 @@
 
 A page holds cached tokens of every attention layer, or the states of as many recurrent layers; both are views of the same
 bytes. The rows of a forward pass are described once, by `PagedRows`, and every layer reads the same description. Decoding
-takes rows of different lengths, one token each; a chunk of a prompt is a row of its own.
+takes rows of different lengths, one token each. Chunks of prompts lie one behind the other in a single row, whose parts
+they are: everything that looks at one token at a time runs over all of them, memory and attention over each.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class PagedRows:
         length_B: tokens of each row, the new ones included.
         state_GB: page of each row's states, for each cache group.
         marks: points where states are written, ascending; only with a single row.
+        parts: of several chunks one behind the other, the description of each alone; () = rows of equally many tokens.
     """
 
     past: list[int]
@@ -47,6 +49,12 @@ class PagedRows:
     length_B: Tensor
     state_GB: Tensor
     marks: tuple[Mark, ...] = ()
+    parts: tuple[PagedRows, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each row, of all parts together."""
+        return len(self.page_N) // (1 if self.parts else len(self.past))
 
 
 class PagedRecurrent:
@@ -63,6 +71,11 @@ class PagedRecurrent:
         self.memory_PHVK, self.window_PHw = memory_PHVK, window_PHw
         self._group, self._rows = group, rows
         self.page_B = rows.state_GB[group]
+
+    def parts(self) -> list[tuple[int, PagedRecurrent]]:
+        """Tokens and states of each part; empty if there are none."""
+        pools = (self.memory_PHVK, self.window_PHw, self._group)
+        return [(part.tokens, PagedRecurrent(*pools, part)) for part in self._rows.parts]
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -129,10 +142,14 @@ class PagedCache:
         """Write the entries of the new tokens."""
         self.entry_PSC[self.rows.page_N, self.rows.slot_N] = entry_BTC.flatten(0, 1).to(self.entry_PSC.dtype)
 
+    def parts(self) -> list[tuple[int, PagedCache]]:
+        """Tokens and cache of each part; empty if there are none."""
+        return [(part.tokens, PagedCache(self.entry_PSC, part)) for part in self.rows.parts]
+
     def entries(self, row: int) -> Tensor:
         """A copy of all entries of a row, the new ones included: `[1, S, C]`."""
         rows, size = self.rows, self.entry_PSC.shape[1]
-        length = rows.past[row] + len(rows.page_N) // len(rows.past)
+        length = rows.past[row] + rows.tokens
         table = rows.table_BP[row, : -(-length // size)]
         return self.entry_PSC[table].flatten(0, 1)[None, :length]
 
@@ -147,7 +164,7 @@ class PagedState:
 
     def __init__(self, layers: Sequence[PagedRecurrent | PagedCache], rows: PagedRows) -> None:
         self.layers = list(layers)
-        self.lengths = list(rows.past)
+        self.lengths = [0] if rows.parts else list(rows.past)  # no layer that knows positions takes parts
 
     @property
     def batch(self) -> int:

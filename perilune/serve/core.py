@@ -221,7 +221,6 @@ class EngineCore:
         """A job is over: end what still runs of it, then tell."""
         for sequence in reversed(job.sequences):  # followers first, or they would be queued when their leader ends
             self.scheduler.end(sequence)
-            self.runner.forget(sequence.name)
             self._job_of.pop(sequence.name, None)
         self.jobs.pop(id(job), None)
         job.end(error)
@@ -309,7 +308,6 @@ class EngineCore:
                 delta = answer.take(drawn[sequence.name])
                 if answer.finish_reason is not None:
                     self.scheduler.end(sequence)
-                    self.runner.forget(sequence.name)
                 if delta is not None:
                     job.push(delta)
             except Exception as error:  # of this answer's grammar or reader: the others go on

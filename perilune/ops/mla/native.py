@@ -141,7 +141,7 @@ def attend_latent(
     out = q_nope.new_empty(batch, tokens, heads, value)
     _checked(library().latent_attention(
         q_nope.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope_key.data_ptr(), w_uk.data_ptr(), w_uv.data_ptr(),
-        ctypes.addressof(step), batch, tokens, heads, past, nope, q_rope.shape[3], value, width, scale,
+        step, batch, tokens, heads, past, nope, q_rope.shape[3], value, width, scale,
         _HALF[q_nope.dtype], _HALF[latent.dtype], _HALF[w_uk.dtype], out.data_ptr(), torch.get_num_threads(),
     ))  # fmt: skip
     return out
@@ -166,7 +166,7 @@ def attend_latent_pages(
     out = q_nope.new_empty(batch, heads, value)
     _checked(library().latent_attention_pages(
         q_nope.data_ptr(), q_rope.data_ptr(), entry_PSC.data_ptr(), w_uk.data_ptr(), w_uv.data_ptr(),
-        ctypes.addressof(step), table.data_ptr(), length.data_ptr(), batch, table.shape[1], entry_PSC.shape[1], heads, nope,
+        step, table.data_ptr(), length.data_ptr(), batch, table.shape[1], entry_PSC.shape[1], heads, nope,
         q_rope.shape[2], value, width, scale, _HALF[q_nope.dtype], _HALF[entry_PSC.dtype], _HALF[w_uk.dtype],
         out.data_ptr(), torch.get_num_threads(),
     ))  # fmt: skip

@@ -60,6 +60,11 @@ def load(name: str, folder: Path = SOURCE_FOLDER) -> ctypes.CDLL | None:
     return None if _outcome(name, folder) is not None else _loaded[name, folder]
 
 
+def libraries() -> list[ctypes.CDLL]:
+    """The kernel libraries that this process has loaded."""
+    return list(_loaded.values())
+
+
 def unavailable_reason(name: str, folder: Path = SOURCE_FOLDER) -> str | None:
     """Say why `load(name)` returns None, in one line; None when the library is available."""
     return _outcome(name, folder)

@@ -1,26 +1,29 @@
 """Executes plans: operations on pages, forward passes over them, exports; and gives back the scores to draw from.
 
-Rows that decode run together, whatever their lengths; a chunk of a prompt runs alone. So what a row computes depends on
-its own tokens and on where its chunks end, and in the deterministic mode, where decoding goes in groups for which every
-kernel treats each row alike, on nothing else: fp32 on the CPU gives the same bits in any company.
+Rows that decode run together, whatever their lengths, and so do chunks of prompts. What a row computes depends on its own
+tokens and on where its chunks end, up to the rounding of products that have more or fewer rows. In the deterministic
+mode it depends on nothing else: chunks run alone, and decoding goes in groups for which every kernel treats each row
+alike, so fp32 on the CPU gives the same bits in any company.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from perilune.model import Transformer
-from perilune.model.paged import Mark, PagedRows, PagedState
+from perilune.model.paged import PagedRows, PagedState
 from perilune.model.vision import ImageRows
 from perilune.ops.linear import FEW_ROWS
 from perilune.serve.cache import Chunk
 from perilune.serve.runner.graphs import DecodeGraphs
 from perilune.serve.runner.pages import PagePool
+from perilune.serve.runner.recordings import DecodeRecordings
+from perilune.serve.runner.rows import DecodeRows, chunk_rows, packed_rows
 from perilune.serve.schedule import Plan, Row
 
 
@@ -54,24 +57,29 @@ class ModelRunner:
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
         self.tokens_run = 0
-        self._tables = _Tables(pool.geometry.page_tokens)
-        self._graphs = DecodeGraphs(self.model, pool) if DecodeGraphs.why_not(self.model, pool) is None else None
+        self._packs = not deterministic and _takes_parts(model)
+        self._decoding: dict[int, DecodeRows] = {}
+        self._recorded = next(
+            (kind(self.model, pool) for kind in (DecodeGraphs, DecodeRecordings) if not kind.why_not(self.model, pool)),
+            None,
+        )
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Scores:
         """Execute a step to its end."""
         scores = Scores()
         for row in plan.rows:
-            self.pool.operate(row.chunk.operations)
+            if row.chunk.operations:
+                self.pool.operate(row.chunk.operations)
         for first in range(0, len(plan.decode), self.group):
-            self._decode(plan.decode[first : first + self.group], scores)
+            self._decode(first, plan.decode[first : first + self.group], scores)
+        together = [row for row in plan.prefill if self._packs and not _alone(row)]
+        if len(together) > 1:
+            self._prefill_together(together, scores)
         for row in plan.prefill:
-            self._prefill(row, scores)
+            if len(together) < 2 or _alone(row):
+                self._prefill(row, scores)
         return scores
-
-    def forget(self, name: str) -> None:
-        """A sequence has ended."""
-        self._tables.drop(name)
 
     def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
         """The recording of a decode pass of so many rows that was made last: for measurements.
@@ -79,50 +87,63 @@ class ModelRunner:
         Raises:
             KeyError: no such pass was recorded.
         """
-        if self._graphs is None:
-            raise KeyError("decode passes of this model are not recorded")
-        return self._graphs.recorded(rows)
+        if not isinstance(self._recorded, DecodeGraphs):
+            raise KeyError("decode passes of this model are not recorded as CUDA graphs")
+        return self._recorded.recorded(rows)
 
-    def _decode(self, rows: Sequence[Row], scores: Scores) -> None:
+    def _decode(self, first: int, rows: Sequence[Row], scores: Scores) -> None:
+        """One token of each row; `first` tells groups apart, each of which keeps its page tables."""
         chunks = [row.chunk for row in rows]
-        if self._graphs is None:
-            logits_BZ = self._forward([row.tokens for row in rows], chunks, (), "last")[:, 0]
+        if first not in self._decoding:
+            self._decoding[first] = DecodeRows(self.pool.geometry.page_tokens, self.model.device)
+        paged, ids_B = self._decoding[first].of(chunks), [row.sequence.ids[row.chunk.start] for row in rows]
+        self.tokens_run += len(rows)
+        if self._recorded is None:
+            logits_BZ = self._logits([[token] for token in ids_B], paged, "last")[:, 0]
         else:
-            ids_B = [row.tokens[0] for row in rows]
-            self.tokens_run += len(ids_B)
-            paged = self._tables.rows(chunks, (), self.model.device)
-            logits_BZ = self._graphs.run(ids_B, paged)[:, : self.vocab_size]
-        for row, logits_Z in zip(rows, logits_BZ):
+            logits_BZ = self._recorded.run(ids_B, paged)[:, : self.vocab_size]
+        for row, logits_Z in zip(rows, logits_BZ.unbind()):
             scores.logits[row.sequence.name] = logits_Z
         self._export_ends(chunks)
 
     def _prefill(self, row: Row, scores: Scores) -> None:
+        """A chunk of one sequence."""
         chunk, content = row.chunk, row.sequence.content
-        marks = tuple(Mark(e.position - chunk.start, e.targets) for e in chunk.exports if e.position < chunk.end)
-        every = content is not None and content.wants_prompt_scores and chunk.start < row.sequence.prompt
+        every = _scores_all(row)
         what = "all" if every else "last" if row.draws else "none"
         images = None if content is None else content.image_rows(chunk.start, chunk.end)
-        logits = self._forward([row.tokens], [chunk], marks, what, images)
+        self.tokens_run += chunk.end - chunk.start
+        logits = self._logits([row.tokens], self._rows(chunk), what, images)
         if every:
             scores.prompt[row.sequence.name] = logits[0]
         if row.draws:
             scores.logits[row.sequence.name] = logits[0, -1]
         self._export_ends([chunk])
 
-    def _forward(
-        self,
-        ids_BT: Sequence[Sequence[int]],
-        chunks: Sequence[Chunk],
-        marks: tuple[Mark, ...],
-        logits: str,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        """One pass over rows of equally many tokens; returns scores `[B, T or 1, Z]`, none of them with logits="none"."""
-        device = self.model.device
-        rows = self._tables.rows(chunks, marks, device)
-        ids = torch.tensor(ids_BT, device=device)
+    def _prefill_together(self, rows: Sequence[Row], scores: Scores) -> None:
+        """Chunks of several sequences, of any lengths, in one pass."""
+        chunks = [row.chunk for row in rows]
+        packed = packed_rows([self._rows(chunk) for chunk in chunks])
+        ids = torch.tensor([[token for row in rows for token in row.tokens]], device=self.model.device)
         self.tokens_run += ids.numel()
-        out = self.model(ids, PagedState(self.pool.layers(rows), rows), logits=logits, images=images)
+        hidden_BTD = self.model.hidden(ids, PagedState(self.pool.layers(packed), packed))
+        ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
+        drawing = [(row, end - 1) for row, end in zip(rows, ends) if row.draws]
+        if drawing:
+            last_ND = self.model.norm(hidden_BTD[0, [place for _, place in drawing]])
+            for (row, _), logits_Z in zip(drawing, self.model.lm_head(last_ND)[:, : self.vocab_size].unbind()):
+                scores.logits[row.sequence.name] = logits_Z
+        self._export_ends(chunks)
+
+    def _rows(self, chunk: Chunk) -> PagedRows:
+        return chunk_rows(chunk, self.pool.geometry.page_tokens, self.model.device)
+
+    def _logits(
+        self, ids_BT: Sequence[Sequence[int]], rows: PagedRows, what: str, images: ImageRows | None = None
+    ) -> Tensor:
+        """One pass over rows of equally many tokens; returns scores `[B, T or 1, Z]`, none of them with "none"."""
+        ids = torch.tensor(ids_BT, device=self.model.device)
+        out = self.model(ids, PagedState(self.pool.layers(rows), rows), logits=what, images=images)
         if out.logits_BTZ is None:
             return out.hidden_BTD[:, :0]
         return out.logits_BTZ[..., : self.vocab_size]
@@ -140,57 +161,19 @@ class ModelRunner:
             self.pool.copy(sources, targets)
 
 
-class _Tables:
-    """Page tables of the sequences as arrays that only grow: a step adds the pages that are new."""
-
-    def __init__(self, page_tokens: int) -> None:
-        self._size = page_tokens
-        self._rows: dict[str, tuple[np.ndarray, int, Sequence[int]]] = {}
-
-    def drop(self, name: str) -> None:
-        """Forget a sequence."""
-        self._rows.pop(name, None)
-
-    def _table(self, chunk: Chunk) -> np.ndarray:
-        """Pages of a chunk's sequence. One that was preempted comes back with another list, which is read anew."""
-        row, known, pages = self._rows.get(chunk.request, (np.zeros(8, dtype=np.int64), 0, chunk.pages))
-        if pages is not chunk.pages:
-            known = 0
-        count = len(chunk.pages)
-        if count > len(row):
-            row = np.concatenate((row, np.zeros(max(count, len(row)), dtype=np.int64)))
-        if count > known:
-            row[known:count] = chunk.pages[known:]
-        self._rows[chunk.request] = (row, count, chunk.pages)
-        return row
-
-    def rows(self, chunks: Sequence[Chunk], marks: tuple[Mark, ...], device: torch.device) -> PagedRows:
-        """Everything that the layers need to know of where the rows lie, built once a forward pass."""
-        size = self._size
-        tables = [self._table(chunk) for chunk in chunks]
-        past = [chunk.start for chunk in chunks]
-        if len(chunks) == 1:
-            positions = np.arange(chunks[0].start, chunks[0].end)
-            pages, slots = tables[0][positions // size], positions % size
-        else:
-            ends = np.array(past)
-            pages = np.array([table[start // size] for table, start in zip(tables, past)], dtype=np.int64)
-            slots = ends % size
-        most = -(-max(chunk.end for chunk in chunks) // size)
-        table_BP = np.zeros((len(chunks), most), dtype=np.int64)
-        for index, (chunk, table) in enumerate(zip(chunks, tables)):
-            count = -(-chunk.end // size)
-            table_BP[index, :count] = table[:count]
-        return PagedRows(
-            past=past,
-            page_N=_tensor(pages, device),
-            slot_N=_tensor(slots, device),
-            table_BP=_tensor(table_BP, device),
-            length_B=_tensor(np.array([chunk.end for chunk in chunks], dtype=np.int64), device),
-            state_GB=_tensor(np.array([chunk.state for chunk in chunks], dtype=np.int64).T.copy(), device),
-            marks=marks,
-        )
+def _takes_parts(model: Transformer) -> bool:
+    """Whether chunks of several sequences can be in one pass: their layers know no positions."""
+    mla = model.cfg.mla
+    return set(model.cfg.layer_mixers) <= {"kda", "gdn", "mla"} and (mla is None or mla.rope_theta is None)
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+def _scores_all(row: Row) -> bool:
+    """Whether the scores after every token of a chunk are asked for."""
+    content = row.sequence.content
+    return content is not None and content.wants_prompt_scores and row.chunk.start < row.sequence.prompt
+
+
+def _alone(row: Row) -> bool:
+    """Whether a chunk needs a pass of its own: for the scores of all its tokens, or for its images."""
+    content = row.sequence.content
+    return content is not None and (bool(content.images) or _scores_all(row))
