@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 )
 @pytest.mark.parametrize("slots", [1, 132, 10_000])
 def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], slots: int) -> None:
-    p = plan(offsets, 12, slots, CPU)
+    p = plan(offsets, 12, 128, 128, slots, CPU)
     tokens = [t for start, count in p.chunks.tolist() for t in range(start, start + count)]
     assert tokens == list(range(offsets[-1]))
     assert all(1 <= count <= CHUNK for _, count in p.chunks.tolist())
@@ -33,14 +33,17 @@ def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], slots
 
 
 def test_segments_fill_the_device_but_are_not_short() -> None:
-    counts = [plan((0, length), heads, 132, CPU).unit_count for length, heads in ((8192, 96), (65_536, 12), (8192, 12))]
+    counts = [
+        plan((0, length), heads, 128, 128, 132, CPU).unit_count
+        for length, heads in ((8192, 96), (65_536, 12), (8192, 12))
+    ]
     assert counts == [1, 11, 8192 // CHUNK // LEAST_SEGMENT]
-    lengths = [count for _, count, *_ in plan((0, 65_536), 12, 132, CPU).units.tolist()]
+    lengths = [count for _, count, *_ in plan((0, 65_536), 12, 128, 128, 132, CPU).units.tolist()]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_t20_chunks_start_anew_with_each_sequence() -> None:
-    starts = [start for start, _ in plan((0, 70, 200), 1, 1, CPU).chunks.tolist()]
+    starts = [start for start, _ in plan((0, 70, 200), 1, 128, 128, 1, CPU).chunks.tolist()]
     assert starts == [0, 64, 70, 134, 198]
     assert all(b > a for a, b in pairwise(starts))
 

@@ -10,10 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import backward as cuda_backward
+from perilune.ops.kda.cuda import scan as cuda_scan
+from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
 from perilune.ops.kda.triton.backward_fast import gradients_kernel, pairs_kernel, products_kernel
-from perilune.ops.kda.triton.launch import Prepared, Setting, flat, forward, planned, state_strides
+from perilune.ops.kda.triton.launch import Prepared, Setting, flat, forward, state_strides
 from perilune.ops.kda.triton.plan import CHUNK, Plan
 from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel
@@ -34,12 +36,12 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         A_log, dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
         with torch.cuda.device_of(q):
-            o, final, x, U, S, M = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
+            f = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
         if s.keep:
-            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *x, U, S, M)
-            ctx.has_state = state is not None
+            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *f.x, f.U, f.S, f.M)
+            ctx.has_state, ctx.plan = state is not None, f.plan
         ctx.setting = s
-        return o.view(v.shape), final
+        return f.o.view(v.shape), f.final
 
     @staticmethod
     @once_differentiable
@@ -47,7 +49,9 @@ class _Function(torch.autograd.Function):
         q, k, g, beta, A_log, dt_bias, Qd, Kd, Kr, P, A, gamma, U, S, M = ctx.saved_tensors
         s: Setting = ctx.setting
         x = Prepared(Qd, Kd, Kr, P, A, gamma)
-        grads = backward(*(flat(t) for t in (q, k, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, s, ctx.has_state)
+        grads = backward(
+            *(flat(t) for t in (q, k, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, ctx.plan, s, ctx.has_state
+        )
         dq, dk, dv, dg, dbeta, dA_log, d_bias, d_state = grads
         return (
             dq.view(q.shape),
@@ -64,13 +68,13 @@ class _Function(torch.autograd.Function):
 
 def backward(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    d_final: Tensor | None, x: Prepared, U: Tensor, S: Tensor, M: Tensor | None, s: Setting, wants_state: bool,
+    d_final: Tensor | None, x: Prepared, U: Tensor, S: Tensor, M: Tensor | None, p: Plan, s: Setting,
+    wants_state: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Flattened inputs. Gradients of q, k, v, g, beta, A_log, dt_bias and the entry state, those absent None."""
     tokens, heads, value_dim = do.shape
     key_dim, qk_heads = q.shape[-1], q.shape[1]
-    p, bv = planned(s, heads, value_dim, do.device)
-    E, d_state, dS = _scan(do, x, d_final, M, p, bv, s, wants_state)
+    E, d_state, dS = _scan(do, x, d_final, M, p, s, wants_state)
 
     grouped = torch.float32 if heads != qk_heads else q.dtype
     dq, dk = (torch.empty(tokens, heads, key_dim, dtype=grouped, device=q.device) for _ in range(2))
@@ -99,7 +103,7 @@ def backward(
 
 
 def _scan(
-    do: Tensor, x: Prepared, d_final: Tensor | None, M: Tensor | None, p: Plan, bv: int, s: Setting, wants_state: bool
+    do: Tensor, x: Prepared, d_final: Tensor | None, M: Tensor | None, p: Plan, s: Setting, wants_state: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """E, the gradient of the entry state, and dS of every chunk."""
     tokens, heads, value_dim = do.shape
@@ -110,30 +114,36 @@ def _scan(
     d_state = (
         torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=do.device) if wants_state else None
     )
-    none = (0, 0, 0, 0)
+    in_cuda = cuda_scan.unsuitable(do, key_dim, E.dtype) is None
 
-    def scan(width: int, source: Tensor | None, v_first: bool, target: Tensor | None, **flags: bool) -> None:
+    def scan(source: Tensor | None, v_first: bool, split: bool, target: Tensor | None, summary: bool = False) -> None:
+        none = (0, 0, 0, 0)
+        leaving = none if source is None else state_strides(source, v_first)
+        entering = none if target is None else state_strides(target, s.state_v_first)
+        if in_cuda:
+            kept = (None, None) if summary else (E, dS)
+            cuda_scan_backward.scan(do, x, p, source, leaving, split, target, entering, *kept)
+            return
+        width = min(p.width, configs.SUMMARY_BLOCK) if summary else p.width
         scan_backward_kernel[(heads * (value_dim // width), p.unit_count)](
-            do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, source, target, E, dS, *do.stride()[:2],
-            *(none if source is None else state_strides(source, v_first)),
-            *(none if target is None else state_strides(target, s.state_v_first)), heads,
-            K=key_dim, V=value_dim, BV=width, HAS_STATE=source is not None, **flags,
-            **configs.SCAN_BACKWARD[width > 64],
+            do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, source, target, E, dS, *do.stride()[:2], *leaving, *entering,
+            heads, K=key_dim, V=value_dim, BV=width, HAS_STATE=source is not None, SPLIT=split,
+            FIRST=wants_state and not summary, SUMMARY=summary, **configs.SCAN_BACKWARD[width > 64],
         )  # fmt: skip
 
     if not p.split:
-        scan(bv, d_final, s.state_v_first, d_state, SPLIT=False, FIRST=wants_state, SUMMARY=False)
+        scan(d_final, s.state_v_first, False, d_state)
         return E, d_state, dS
     N, leave = (
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=do.device) for _ in "NL"
     )
-    scan(min(bv, configs.SUMMARY_BLOCK), d_final, s.state_v_first, N, SPLIT=False, FIRST=False, SUMMARY=True)
+    scan(d_final, s.state_v_first, False, N, summary=True)
     width = min(32, value_dim)
     fold_kernel[(heads * (value_dim // width), len(p.sequences))](
-        M, N, d_final, p.sequences, leave, *(none if d_final is None else state_strides(d_final, s.state_v_first)), heads,
-        K=key_dim, V=value_dim, BV=width, HAS_STATE=d_final is not None, REVERSE=True, **configs.FOLD,
+        M, N, d_final, p.sequences, leave, *((0,) * 4 if d_final is None else state_strides(d_final, s.state_v_first)),
+        heads, K=key_dim, V=value_dim, BV=width, HAS_STATE=d_final is not None, REVERSE=True, **configs.FOLD,
     )  # fmt: skip
-    scan(bv, leave, True, d_state, SPLIT=True, FIRST=wants_state, SUMMARY=False)
+    scan(leave, True, True, d_state)
     return E, d_state, dS
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import prepare as cuda_prepare
+from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
@@ -116,7 +117,7 @@ class Entry:
     M: Tensor | None
 
 
-def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting) -> Entry:
+def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, in_cuda: bool) -> Entry:
     """Find the states at the cuts between segments; without cuts, the caller's entry states."""
     strides = (0, 0, 0, 0) if state is None else state_strides(state, s.state_v_first)
     if not p.split:
@@ -127,11 +128,14 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting) -> 
     N, entry = (
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE"
     )
-    width = min(configs.SUMMARY_BLOCK, value_dim, key_dim)
-    summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
-        v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
-        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
-    )  # fmt: skip
+    if in_cuda:
+        cuda_scan.summary(v, x, p, state, strides, M, N)
+    else:
+        width = min(configs.SUMMARY_BLOCK, value_dim, key_dim)
+        summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
+            v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
+            K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
+        )  # fmt: skip
     width = min(32, value_dim)
     fold_kernel[(heads * (value_dim // width), len(p.sequences))](
         M, N, state, p.sequences, entry, *strides, heads,
@@ -140,16 +144,30 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting) -> 
     return Entry(entry, tuple(entry.stride()), M)
 
 
+class Forward(NamedTuple):
+    """What the forward pass found: o `[tokens, HV, V]` and the final state; with `Setting.keep`, also what the backward pass
+    needs: U, S and (of segments) M."""
+
+    o: Tensor
+    final: Tensor | None
+    x: Prepared
+    U: Tensor | None
+    S: Tensor | None
+    M: Tensor | None
+    plan: Plan
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None, s: Setting, exports: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor | None, Prepared, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Flattened inputs; `exports`: see `states.Exports`. Returns o `[tokens, HV, V]`, the final state or None, and x, U, S, M for the backward pass."""
+) -> Forward:  # fmt: skip
+    """Flattened inputs; `exports`: see `states.Exports`."""
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
-    p, bv = planned(s, heads, value_dim, v.device)
+    in_cuda = cuda_scan.unsuitable(v, key_dim, operand_dtype(q.dtype), q.dtype) is None
+    p = planned(s, heads, value_dim, v.device)
     x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
-    entry = enter(v, x, state, p, s)
+    entry = enter(v, x, state, p, s, in_cuda)
     o = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     final = None
     if s.final:
@@ -159,16 +177,19 @@ def forward(
     if s.keep:
         U = torch.empty(p.chunk_count, heads, CHUNK, value_dim, dtype=x.Qd.dtype, device=q.device)
         S = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
-    scan_forward_kernel[(heads * (value_dim // bv), p.unit_count)](
-        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,
-        *v.stride()[:2], *entry.strides, *((0,) * 4 if final is None else state_strides(final, s.state_v_first)), heads,
-        K=key_dim, V=value_dim, BV=bv, HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
-        **(configs.SCAN if exports[0] is None else configs.SCAN_EXPORTS)[bv > 64],
-    )  # fmt: skip
-    return o, final, x, U, S, entry.M
+    final_strides = (0, 0, 0, 0) if final is None else state_strides(final, s.state_v_first)
+    if in_cuda:
+        cuda_scan.scan(v, x, p, entry.state, entry.strides, final, final_strides, o, U, S, *exports)
+    else:
+        scan_forward_kernel[(heads * (value_dim // p.width), p.unit_count)](
+            v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,
+            *v.stride()[:2], *entry.strides, *final_strides, heads, K=key_dim, V=value_dim, BV=p.width,
+            HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
+            **(configs.SCAN if exports[0] is None else configs.SCAN_EXPORTS)[p.width > 64],
+        )  # fmt: skip
+    return Forward(o, final, x, U, S, entry.M, p)
 
 
-def planned(s: Setting, heads: int, value_dim: int, device: torch.device) -> tuple[Plan, int]:
-    """The plan for these sequences and the value channels of a program."""
-    bv = configs.value_block(value_dim)
-    return plan(s.offsets, heads * (value_dim // bv), units(device), device), bv
+def planned(s: Setting, heads: int, value_dim: int, device: torch.device) -> Plan:
+    """The plan for these sequences."""
+    return plan(s.offsets, heads, value_dim, configs.value_block(value_dim), units(device), device)

@@ -23,12 +23,14 @@ class Plan:
             begins and the one that it ends (-1: none). Units of one sequence follow each other.
         sequences: int32 `[N, 2]`, first unit and units.
         split: True if a sequence has more than one unit.
+        width: value channels of a head that a program of the serial kernels takes.
     """
 
     chunks: Tensor
     units: Tensor
     sequences: Tensor
     split: bool
+    width: int
 
     @property
     def chunk_count(self) -> int:
@@ -40,15 +42,18 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan(offsets: tuple[int, ...], programs_per_unit: int, slots: int, device: torch.device) -> Plan:
+def plan(offsets: tuple[int, ...], heads: int, value_dim: int, width: int, slots: int, device: torch.device) -> Plan:
     """Cut the sequences with boundaries `offsets` into chunks and, if that fills the device better, into segments.
 
     Args:
         offsets: N+1 token boundaries.
-        programs_per_unit: programs of the serial kernel for each unit: heads times blocks of value channels.
+        heads: value heads.
+        value_dim: value channels of a head.
+        width: of these, what a program of the serial kernels takes.
         slots: programs that the device runs at once; a segment is about total work / slots long.
         device: of the tables.
     """
+    programs_per_unit = heads * (value_dim // width)
     lengths = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
     target = max(LEAST_SEGMENT, sum(lengths) * programs_per_unit // slots)
     chunks, units, sequences = [], [], []
@@ -74,4 +79,4 @@ def plan(offsets: tuple[int, ...], programs_per_unit: int, slots: int, device: t
     def table(rows: list[tuple[int, ...]], width: int) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(device)
 
-    return Plan(table(chunks, 2), table(units, 6), table(sequences, 2), len(units) > len(sequences))
+    return Plan(table(chunks, 2), table(units, 6), table(sequences, 2), len(units) > len(sequences), width)

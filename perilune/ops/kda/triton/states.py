@@ -34,7 +34,11 @@ def kda_triton_states(args: Arguments, offsets: Sequence[int]) -> tuple[Tensor, 
     A_log, dt_bias = (None if t is None else t.contiguous() for t in (args.A_log, args.dt_bias))
     with torch.cuda.device_of(args.q):
         inputs = (flat(t) for t in (args.q, args.k, args.v, args.g, args.beta))
-        o, final, *_ = forward(*inputs, A_log, dt_bias, args.initial_state, Setting.of(args, False), exports)
-    assert final is not None, "the final state was asked for"
+        found = forward(*inputs, A_log, dt_bias, args.initial_state, Setting.of(args, False), exports)
+    assert found.final is not None, "the final state was asked for"
     states = exports.state.unflatten(0, (len(offsets), batch))
-    return o.view(args.v.shape), final, states if args.state_v_first else states.transpose(-1, -2).contiguous()
+    return (
+        found.o.view(args.v.shape),
+        found.final,
+        states if args.state_v_first else states.transpose(-1, -2).contiguous(),
+    )

@@ -1,0 +1,132 @@
+// The serial part of the backward pass: walk the chunks of a unit in reverse with the cotangent of the state.
+//
+//     dU = P^T dO + Kr dS'      E = A^T dU      dS = gamma dS' + Qd^T dO - Kd^T E
+//
+// A carries diag(beta), so E is the gradient of V. A block a unit, head and 64 GROUPS value channels; see scan_tiles.h.
+//
+// SUMMARY: only what a unit adds to the cotangent of its entry state.
+#include "scan_leave.h"
+
+// dO [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K];
+// units: see `plan`. state_in by strides, the cotangent of the state that leaves: null or with a row a unit if split, else a row
+// a sequence, of its last unit. E [tokens, heads, V]; dS [chunks, heads, V, K], of the state that leaves each chunk; state_out
+// null or by strides, of a sequence's entry state; SUMMARY: a row a unit that does not begin a sequence, instead of all these.
+KERNEL(THREADS, 1)
+scan_backward(
+    const bf16* __restrict__ dO, const bf16* __restrict__ Qd, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr,
+    const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const int* __restrict__ units,
+    const float* __restrict__ state_in, float* __restrict__ state_out, bf16* __restrict__ E, bf16* __restrict__ dS,
+    i64 o_token, i64 o_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
+    int heads, int value_dim, int split) {
+    SHARED(memory);
+    const Place p = place_of(threadIdx.x);
+    const int blocks = value_dim / COLUMNS, head = blockIdx.x / (u32)blocks, column = blockIdx.x % (u32)blocks * COLUMNS;
+    const Unit unit = unit_of(units, blockIdx.y);
+    if (SUMMARY && unit.begins >= 0) return;
+    u8* const staged = memory + STAGED + p.group * BLOCK;
+    const bf16* const o_own = dO + head * o_head + column;
+
+    auto tile = [&](int n) { return (unit.first + n) * heads + head; };
+    auto rows = [&](int n) {
+        const i64 left = unit.end - unit.token - CHUNK * n;
+        return left < CHUNK ? (int)left : CHUNK;
+    };
+    auto fetch_first = [&](int n, int slot) {
+        if (n >= 0) {
+            u8* const to = memory + slot * SLOT;
+            const i64 at = tile(n);
+            fetch_wide(to, Kr, at);
+            fetch<8 * GROUPS>(to + V_AT * BLOCK, o_own + (unit.token + CHUNK * n) * o_token, o_token, rows(n));
+            fetch_square(to + SQUARE_AT * BLOCK, P, at);
+        }
+        copy_commit();
+    };
+    auto fetch_second = [&](int n, int slot) {
+        if (n >= 0) {
+            u8* const to = memory + slot * SLOT;
+            const i64 at = tile(n);
+            fetch_square(to + OTHER_SQUARE_AT * BLOCK, A, at);
+            fetch_wide(to, Qd, at);
+            fetch_wide(to + OTHER_AT * BLOCK, Kd, at);
+            fetch_gamma(to, gamma, at);
+        }
+        copy_commit();
+    };
+
+    const int last = unit.count - 1;
+    fetch_first(last, 0);
+    fetch_second(last, 1);
+    fetch_first(last - 1, 2);
+    fetch_second(last - 1, 3);
+    float state[K / 2];
+    const i64 entry = split ? (i64)blockIdx.y : unit.ends;
+    if (state_in && entry >= 0)
+        read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
+    else
+        clear(state);
+
+    int slot = 0;
+#pragma unroll 1
+    for (int n = last; n >= 0; n--) {
+        u32 s[K / 16][4], o[4][4], u[4][4];
+#pragma unroll
+        for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
+        arrive();
+        fetch_first(n - 2, before(slot));
+        const u8* half = memory + slot * SLOT;
+        float d[32];
+#pragma unroll
+        for (int i = 0; i < 4; i++) read_values(o[i], half, p, i);
+        products_begin();
+        times_wide(d, s, half);
+        times_rows(d, o, half + SQUARE_AT * BLOCK, true);
+        products_commit();
+        if (!SUMMARY) leave_state(dS + (tile(n) * value_dim + column) * K, s, staged, p);
+        products_wait<0>();
+        held(s);
+        held(o);
+        held(d);
+#pragma unroll
+        for (int i = 0; i < 4; i++) round_to(u[i], d, i);
+
+        slot = after(slot);
+        arrive();
+        fetch_second(n - 2, before(slot));
+        half = memory + slot * SLOT;
+        decay(state, half, p.lane);
+        products_begin();
+        times_rows(d, u, half + OTHER_SQUARE_AT * BLOCK, false);
+        products_commit();
+        times_rows(state, o, half, true);
+        products_commit();
+        products_wait<1>();
+        held(u);
+        held(d);
+        u32 e[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            round_to(e[i], d, i);
+#pragma unroll
+            for (int j = 0; j < 4; j++) u[i][j] = e[i][j] ^ 0x80008000u;
+        }
+        products_begin();
+        times_rows(state, u, half + OTHER_AT * BLOCK, true);
+        products_commit();
+        if (!SUMMARY) {
+            stage(staged, e, p);
+            sync_group(p);
+            const i64 token = unit.token + CHUNK * n;
+            leave(E + (token * heads + head) * value_dim + column + 64 * p.group, (i64)heads * value_dim, staged, rows(n));
+        }
+        products_wait<0>();
+        held(state);
+        held(o);
+        held(u);
+        slot = after(slot);
+    }
+    copy_wait<0>();
+    if (SUMMARY)
+        write_state(state, state_out + (((i64)blockIdx.y * heads + head) * value_dim + column + p.row) * K, p.lane);
+    else if (state_out && unit.begins >= 0)
+        write_state(state, state_out + unit.begins * out_unit + head * out_head + (column + p.row) * out_v, out_v, out_k, p.lane);
+}

@@ -1,0 +1,45 @@
+"""The serial kernel of the backward pass in CUDA: its launches, for calls that `scan.unsuitable` lets pass. See scan_backward.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from perilune.ops.cuda import Kernel
+from perilune.ops.kda.cuda.scan import serial_kernel
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.triton.launch import Prepared
+    from perilune.ops.kda.triton.plan import Plan
+
+
+@cache
+def kernel(key_dim: int, width: int, summary: bool) -> Kernel:
+    """The kernel for K channels and `width` value channels a block; `summary`: only what units add to the cotangent."""
+    parameters, defines = "P" * 12 + "q" * 10 + "i" * 3, {"SUMMARY": int(summary)}
+    return serial_kernel("scan_backward", parameters, key_dim, width, defines)
+
+
+def scan(
+    do: Tensor, x: Prepared, p: Plan, leaving: Tensor | None, strides: tuple[int, ...], split: bool,
+    entering: Tensor | None, entering_strides: tuple[int, ...], E: Tensor | None, dS: Tensor | None,
+) -> None:  # fmt: skip
+    """Walk the units in reverse.
+
+    Args:
+        do: cotangent of o, `[tokens, heads, V]`.
+        x: what `prepare` found.
+        p: chunks and units.
+        leaving: cotangent of the state that leaves, by strides (row, head, V, K): a row a unit if split, else a sequence.
+        entering: filled with the cotangent of the state that enters each sequence; without E, with what each unit that
+            does not begin a sequence adds to it, `[units, heads, V, K]`.
+        E: gradient of v `[tokens, heads, V]`, with dS `[chunks, heads, V, K]`, of the state that leaves each chunk.
+    """
+    heads, value_dim = do.shape[1:]
+    kernel(x.Kd.shape[-1], p.width, E is None).launch(
+        (heads * (value_dim // p.width), p.unit_count),
+        do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, leaving, entering, E, dS,
+        *do.stride()[:2], *strides, *entering_strides, heads, value_dim, int(split),
+    )  # fmt: skip

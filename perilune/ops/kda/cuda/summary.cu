@@ -1,0 +1,86 @@
+// What a segment does to the state that enters it, S -> M S + N: see ops/kda/triton/segments.py, which folds these.
+//
+//     R = V - Kd S      U = A R      S' = gamma S + Kr^T U
+//
+// from S = 0 with the segment's values for N, from unit vectors without values for M. A block a unit, head and 64 GROUPS
+// columns of N or of M. See scan_tiles.h.
+#include "scan_tiles.h"
+
+// Writes M^T [units, heads, K, K] and N^T [units, heads, V, K] of every unit but the last of its sequence. A sequence's first
+// unit needs no M, its N starts from the sequence's own state (a row a sequence of state_in, which may be null).
+KERNEL(THREADS, 1)
+summary(
+    const bf16* __restrict__ v, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr, const bf16* __restrict__ A,
+    const float* __restrict__ gamma, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
+    float* __restrict__ N, i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
+    SHARED(memory);
+    const Place p = place_of(threadIdx.x);
+    const int value_blocks = value_dim / COLUMNS, blocks = value_blocks + K / COLUMNS;
+    const int head = blockIdx.x / (u32)blocks, block = blockIdx.x % (u32)blocks;
+    const Unit unit = unit_of(units, blockIdx.y);
+    const bool values = block < value_blocks, first = unit.begins >= 0;
+    if (unit.ends >= 0 || (first && !values)) return;
+    const int column = (values ? block : block - value_blocks) * COLUMNS;
+    const bf16* const v_own = v + head * v_head + column;
+
+    auto tile = [&](int n) { return (unit.first + n) * heads + head; };
+    auto fetch_first = [&](int n, int slot) {
+        if (n < unit.count) {
+            u8* const to = memory + slot * SLOT;
+            const i64 at = tile(n), token = unit.token + CHUNK * n;
+            fetch_wide(to, Kd, at);
+            if (values) fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + token * v_token, v_token, CHUNK);  // whole chunks: not a last unit
+            fetch_square(to + SQUARE_AT * BLOCK, A, at);
+        }
+        copy_commit();
+    };
+    auto fetch_second = [&](int n, int slot) {
+        if (n < unit.count) {
+            u8* const to = memory + slot * SLOT;
+            const i64 at = tile(n);
+            fetch_wide(to, Kr, at);
+            fetch_gamma(to, gamma, at);
+        }
+        copy_commit();
+    };
+
+    fetch_first(0, 0);
+    fetch_second(0, 1);
+    fetch_first(1, 2);
+    fetch_second(1, 3);
+    float state[K / 2];
+    if (!values) {
+#pragma unroll
+        for (int j = 0; j < K / 2; j++) state[j] = channel_of(j, p.lane) == column + p.row + row_of(j) ? 1.0f : 0.0f;
+    } else if (first && state_in) {
+        read_state(state, state_in + unit.begins * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
+    } else {
+        clear(state);
+    }
+
+    int slot = 0;
+#pragma unroll 1
+    for (int n = 0; n < unit.count; n++) {
+        u32 s[K / 16][4], u[4][4];
+#pragma unroll
+        for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
+        arrive();
+        fetch_first(n + 2, before(slot));
+        find_writes(u, s, memory + slot * SLOT, p, values, [] {});
+
+        slot = after(slot);
+        arrive();
+        fetch_second(n + 2, before(slot));
+        decay(state, memory + slot * SLOT, p.lane);
+        products_begin();
+        times_rows(state, u, memory + slot * SLOT, true);
+        products_commit();
+        products_wait<0>();
+        held(state);
+        held(u);
+        slot = after(slot);
+    }
+    copy_wait<0>();
+    const i64 place = (i64)blockIdx.y * heads + head;
+    write_state(state, values ? N + (place * value_dim + column + p.row) * K : M + (place * K + column + p.row) * K, p.lane);
+}
