@@ -72,9 +72,16 @@ def depth(backward: bool) -> None:
         triton_mix.forward(sources, half(4, WIDTH), full(WIDTH), 1e-5, full(WIDTH), 1e-5, training=True)
 
 
+def two_phases(backward: bool) -> None:
+    bank, parts = [half(64, WIDTH)] * 8, full(64, 8, 24)
+    if backward:
+        triton_two_phase.backward(bank, half(24, 64, WIDTH), full(24, 64), parts, parts, full(64, 8), full(24, WIDTH))
+    else:
+        triton_two_phase.forward(bank, full(24, WIDTH), 1e-5)
+
+
 def merged() -> None:
-    partial = (half(4, WIDTH), full(4), full(4))
-    triton_mix.forward([half(4, WIDTH)], None, full(WIDTH), 1e-5, None, 0.0, partial=partial)
+    triton_mix.forward([half(4, WIDTH)] * 2, None, full(WIDTH), 1e-5, None, 0.0, given=full(4))
 
 
 def convolution(backward: bool) -> None:
@@ -112,7 +119,8 @@ CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes th
     "verify, first window": (lambda: verify(triton_verify.verify_step, False), 0),
     "read": (lambda: depth(False), 0),
     "read, backward": (lambda: depth(True), 256),
-    "two phases": (lambda: triton_two_phase.phase_one([half(64, WIDTH)] * 8, full(24, WIDTH), 1e-5), 0),
+    "two phases": (lambda: two_phases(False), 0),
+    "two phases, backward": (lambda: two_phases(True), 0),
     "merge": (merged, 0),
     "convolution": (lambda: convolution(False), 0),
     "convolution, backward": (lambda: convolution(True), 64),

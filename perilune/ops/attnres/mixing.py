@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError
+from perilune.ops.attnres import fused_read
+from perilune.ops.attnres.cuda import read as cuda
 from perilune.ops.attnres.reference import mix_reference, mix_weights_reference
-from perilune.ops.choice import Choice
+from perilune.ops.choice import Choice, forced
 from perilune.ops.native.rows import as_rows, blocks_for, choose, entry, fresh, parameter, threads_for
 from perilune.ops.triton.available import choose as choose_triton
 
@@ -29,12 +31,25 @@ MAX_TRITON_SOURCES = 17  # each is an argument of the kernels
 MAX_TRITON_WIDTH = 16384  # a program holds a whole row
 
 
+_CUDA = Choice("cuda", "the rows of the next token are under way while one is mixed out of shared memory")
+
+
 def select(sources: Sequence[Tensor]) -> Choice:
     """Say which implementation mixes these sources, and why."""
+    if forced() == "cuda":
+        obstacle = cuda.unsuitable(sources)
+        return _CUDA if obstacle is None else Choice("torch", f"cuda was asked for, but {obstacle}")
     choice = choose_triton(*sources) or choose("attnres", *sources)
-    if choice.implementation == "triton" and len(sources) > MAX_TRITON_SOURCES:
+    if choice.implementation != "triton":
+        return choice
+    if forced() is None:
+        obstacle = cuda.unsuitable(sources)
+        if obstacle is None:
+            return _CUDA
+        choice = Choice("triton", f"{choice.reason}; {obstacle}")
+    if len(sources) > MAX_TRITON_SOURCES:
         return Choice("torch", f"the Triton kernels mix at most {MAX_TRITON_SOURCES} sources, not {len(sources)}")
-    if choice.implementation == "triton" and sources[0].shape[-1] > MAX_TRITON_WIDTH:
+    if sources[0].shape[-1] > MAX_TRITON_WIDTH:
         width = sources[0].shape[-1]
         return Choice("torch", f"the Triton kernels take rows of at most {MAX_TRITON_WIDTH} numbers, not {width}")
     return choice
@@ -61,10 +76,8 @@ def mix(sources: Sequence[Tensor], score_weight_D: Tensor, eps: float) -> Tensor
     implementation = select(sources).implementation
     if implementation == "reference":
         return mix_reference(sources, score_weight_D, eps)
-    if implementation == "triton":
-        from perilune.ops.attnres.triton_mix import read
-
-        return read(sources, None, score_weight_D, eps, None, 0.0)[0]
+    if implementation in ("cuda", "triton"):
+        return fused_read.read(implementation, sources, None, score_weight_D, eps)[0]
     native = implementation == "native"
     if torch.is_grad_enabled() and (score_weight_D.requires_grad or any(source.requires_grad for source in sources)):
         return _Mix.apply(score_weight_D, eps, native, *sources)

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from perilune.errors import ConfigError
+from perilune.ops.attnres import fused_read
 from perilune.ops.attnres.mixing import check, mix, select
+from perilune.ops.choice import forced
 from perilune.ops.norm import rms_norm
-from perilune.ops.triton.available import choose as choose_triton
 
 
 def read(
@@ -42,7 +43,7 @@ def read(
 
     Returns:
         The read [..., D] in live's dtype, and the running sum with delta added (live itself without delta), rounded to
-        that dtype before it is scored. The Triton form keeps the mix in float32 up to the norm's result.
+        that dtype before it is scored. The forms for CUDA devices keep the mix in float32 up to the norm's result.
 
     Raises:
         ConfigError: shapes disagree.
@@ -53,12 +54,12 @@ def read(
         )
     sources = [*bank, live]
     inputs = sources if delta is None else [*sources, delta]
-    # Elsewhere `mix` selects; asking twice would be work done twice in every decode step.
-    if choose_triton(*inputs) is not None and select(inputs).implementation == "triton":
-        from perilune.ops.attnres.triton_mix import read as fused
-
-        check(sources, score_weight_D)
-        return fused(sources, delta, score_weight_D, eps, norm_weight_D, norm_eps)
+    # On the CPU `mix` selects; asking twice would be work done twice in every decode step.
+    if not live.is_cpu or forced() in ("cuda", "triton"):
+        implementation = select(inputs).implementation
+        if implementation in ("cuda", "triton"):
+            check(sources, score_weight_D)
+            return fused_read.read(implementation, sources, delta, score_weight_D, eps, norm_weight_D, norm_eps)
     if delta is not None:
         live = live + delta
     mixed = mix([*bank, live], score_weight_D, eps)

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.ops.native.rows import as_rows, fresh, parameter
 from perilune.ops.triton.available import units
@@ -60,8 +59,8 @@ def _score(v, c, eps, D: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    bank, strides, live, live_stride, delta, delta_stride, partial, partial_top, partial_denominator, score_weight,
-    norm_weight, total, mixed, out, statistics, eps, norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    bank, strides, live, live_stride, delta, delta_stride, given, score_weight, norm_weight, total, mixed, out, statistics,
+    eps, norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = len(bank)
     row = tl.program_id(0).to(tl.int64)
@@ -81,17 +80,13 @@ def _forward_kernel(
         tl.store(statistics + N, top)
         tl.store(statistics + 2 * N + 1, rstd)
     acc, denominator = v, 1.0
-    if partial is not None:  # a bank that is already summed counts as one source
-        score = tl.load(partial_top + row)
-        higher = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
-        kept, weight = tl.exp(top - higher), tl.exp(score - higher)
-        acc = acc * kept + weight * tl.load(partial + row * D + at, inside, 0.0).to(tl.float32)
-        denominator = kept + weight * tl.load(partial_denominator + row)
-        top = higher
     if N > 0:
         for i in tl.range(0, N, num_stages=STAGES):
             v = load_source(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             score, rstd = _score(v, c, eps, D)
+            if given is not None:
+                known = tl.load(given + row)
+                score, rstd = tl.where(i == 0, known, score), tl.where(i == 0, 0.0, rstd)
             if statistics is not None:
                 tl.store(statistics + i, score)
                 tl.store(statistics + N + 1 + i, rstd)
@@ -114,7 +109,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     sources, strides, gradients, dout, dout_stride, dtotal, dtotal_stride, mixed, statistics, score_weight, norm_weight,
-    dscore, dnorm, rows, norm_eps, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, ALIGNED: tl.constexpr,
+    dgiven, dscore, dnorm, rows, norm_eps, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = len(sources)
@@ -143,7 +138,10 @@ def _backward_kernel(
         for i in tl.range(0, M, num_stages=STAGES):
             v = load_source(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
             pull = tl.where(every == i, tl.sum(dmix * v, 0), pull)
-        factor = weight * (pull - tl.sum(weight * pull, 0)) * rstd
+        slope = weight * (pull - tl.sum(weight * pull, 0))  # the scores' gradients
+        if dgiven is not None:
+            tl.store(dgiven + row, tl.sum(tl.where(every == 0, slope, 0.0), 0))
+        factor = slope * rstd  # 0 for a given score
         decay = tl.where(known, factor * score * rstd / D, 0.0)
         for i in tl.range(0, M, num_stages=STAGES):
             v = load_source(sources, strides, i, row, at, inside, ALIGNED).to(tl.float32)
@@ -164,44 +162,6 @@ def _backward_kernel(
         tl.store(dnorm + program * D + at, dw, inside)
 
 
-def read(
-    sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix the sources, the last of them being the running sum; arguments and results as `attnres.read`."""
-    inputs = [*sources, delta, score_weight_D, norm_weight_D]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        total, out = _Read.apply(score_weight_D, norm_weight_D, delta, eps, norm_eps, *sources)
-    else:
-        total, out, _, _ = forward(sources, delta, score_weight_D, eps, norm_weight_D, norm_eps)
-    return out, sources[-1] if total is None else total
-
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, score_weight_D, norm_weight_D, delta, eps, norm_eps, *sources):
-        total, out, mixed, statistics = forward(sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, True)
-        live = sources[-1] if total is None else total
-        ctx.save_for_backward(score_weight_D, norm_weight_D, mixed, statistics, *sources[:-1], live)
-        ctx.norm_eps, ctx.added = norm_eps, total is not None
-        ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dtotal, dout):
-        score_weight_D, norm_weight_D, mixed, statistics, *sources = ctx.saved_tensors
-        if dout is None:
-            dlive = dtotal
-            return None, None, dlive if ctx.added else None, None, None, *[None] * (len(sources) - 1), dlive
-        dscore_D, dnorm_D, gradients = backward(
-            sources, dout, dtotal, mixed, statistics, score_weight_D, norm_weight_D, ctx.norm_eps
-        )
-        wanted = ctx.needs_input_grad
-        dsources = [g if want else None for g, want in zip(gradients, wanted[5:], strict=True)]
-        return dscore_D, dnorm_D, gradients[-1] if ctx.added else None, None, None, *dsources
-
-
 def row_views(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Tensors [..., D] as rows, and the numbers from one row to the next."""
     views, strides = zip(*[as_rows(x) for x in tensors], strict=True)
@@ -210,9 +170,11 @@ def row_views(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int,
 
 def forward(
     sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
-    norm_eps: float, training: bool = False, partial: Sequence[Tensor | None] = (None, None, None), num_warps: int = 4, stages: int = 3,
+    norm_eps: float, training: bool = False, given: Tensor | None = None, num_warps: int = 4, stages: int = 3,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch the forward kernel. `partial`: sums, largest scores and denominators of further sources, dense rows.
+    """Launch the forward kernel.
+
+    given: scores [rows] float32 of the first source, which is then a sum over a bank.
 
     Returns:
         (running sum or None without delta, output, the mix before its norm, statistics [rows, 2 M + 1]: scores, rstd, and the
@@ -229,7 +191,7 @@ def forward(
     if rows:
         delta_rows, delta_stride = (None, 0) if delta is None else as_rows(delta)
         _forward_kernel[(rows,)](
-            views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, *partial, parameter(score_weight_D),
+            views[:-1], strides[:-1], views[-1], strides[-1], delta_rows, delta_stride, given, parameter(score_weight_D),
             None if norm_weight_D is None else parameter(norm_weight_D), total, mixed, out, statistics, eps, norm_eps,
             D=width, BD=power_of_two(width), ALIGNED=aligned(views, strides, width),
             STAGES=stages_for(power_of_two(width) * first.element_size(), 1, stages), num_warps=warps_for(width, num_warps),
@@ -239,28 +201,33 @@ def forward(
 
 def backward(
     sources: Sequence[Tensor], dout: Tensor, dtotal: Tensor | None, mixed: Tensor | None, statistics: Tensor,
-    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, num_warps: int = 8, stages: int = 3, per_unit: int = 1,
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """Launch the backward kernel. Returns the gradients of the score weight, the norm weight and the sources."""
+    score_weight_D: Tensor, norm_weight_D: Tensor | None, norm_eps: float, given: bool = False,
+    into: Tensor | None = None, num_warps: int = 8, stages: int = 3, per_unit: int = 1,
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Launch the backward kernel. Returns the gradients of the score weight, the norm weight, given scores, the sources.
+
+    into: where the first source's gradient goes; None = memory of its own.
+    """
     first = sources[0]
     rows, width = len(statistics), first.shape[-1]
     views, strides = row_views(sources)
-    gradients = [fresh(x) for x in sources]
+    gradients = [fresh(x) if into is None or i else into for i, x in enumerate(sources)]
     programs = min(rows, per_unit * units(first.device))
     dscore = torch.empty(programs, width, device=first.device)
     dnorm = None if norm_weight_D is None else torch.empty_like(dscore)
+    dgiven = torch.empty(rows, device=first.device) if given else None
     if rows:
         dout_rows, dout_stride = as_rows(dout)
         dtotal_rows, dtotal_stride = (None, 0) if dtotal is None else as_rows(dtotal)
         _backward_kernel[(programs,)](
             views, strides, tuple(gradients), dout_rows, dout_stride, dtotal_rows, dtotal_stride, mixed, statistics,
-            parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dscore, dnorm, rows,
-            norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),
+            parameter(score_weight_D), None if norm_weight_D is None else parameter(norm_weight_D), dgiven, dscore, dnorm,
+            rows, norm_eps, D=width, BD=power_of_two(width), BM=power_of_two(len(sources)),
             ALIGNED=aligned(views, strides, width), STAGES=stages_for(power_of_two(width) * first.element_size(), 2, stages),
             num_warps=warps_for(width, num_warps),
         )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
-    return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), gradients
+    return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), dgiven, gradients
 
 
 def aligned(views: Sequence[Tensor], strides: Sequence[int], width: int) -> bool:

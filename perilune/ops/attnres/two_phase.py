@@ -1,9 +1,10 @@
 """Attention over depth in two phases (report §2.2, §5.4.2).
 
 Queries do not depend on activations, so all read sites that see the same finished blocks can score and sum these blocks
-at once: `phase_one` returns for each site the partial softmax (maximum, denominator, weighted sum), and `merge` adds the
-one source that differs from site to site, the running sum. The result is algebraically that of `mix` over bank and live
-source. The bank is then read once instead of once a site, which pays off beyond about three blocks.
+at once: `phase_one` returns for each site the softmax mix of the blocks and the logarithm of its denominator, and
+`read_rest` adds the one source that differs from site to site, the running sum. The result is algebraically that of
+`read` over bank and live source. The bank is then read once instead of once a site, which pays off beyond about three
+blocks; its gradient, too, is written once instead of once a site.
 """
 
 from __future__ import annotations
@@ -15,43 +16,43 @@ import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
+from perilune.ops.attnres import fused_read
 from perilune.ops.attnres.mixing import select as select_mix
-from perilune.ops.choice import Choice, forced
+from perilune.ops.attnres.slots import GradientSlots
+from perilune.ops.choice import Choice
+from perilune.ops.norm import rms_norm
+
+MOST_SITES = 32  # that the kernels score at once
 
 
 class PartialMix(NamedTuple):
-    """Partial softmax over a bank of finished blocks, for S read sites.
+    """Softmax mixes of a bank of finished blocks, for S read sites.
 
     Attributes:
-        max: [S, ...] largest score; None for an empty bank.
-        denominator: [S, ...] sum of exp(score - max).
-        acc: [S, ..., D] sum of exp(score - max) * value. All three in float32, or float64 for float64 sources; the Triton
-            form keeps acc in the sources' dtype.
+        mixes: S tensors [..., D], float32 or float64; on a CUDA device in the sources' dtype. None for an empty bank.
+        log_denominators: S tensors [...], the logarithm of the sum of exp(score); float32, or float64 for float64 sources.
         score_weights_SD: each site's score weight.
         eps: of the scores' norm.
+        slots: where each site's gradient of its mix should go, and the site's number there; None = anywhere.
     """
 
-    max: Tensor | None
-    denominator: Tensor | None
-    acc: Tensor | None
+    mixes: Sequence[Tensor] | None
+    log_denominators: Sequence[Tensor] | None
     score_weights_SD: Tensor
     eps: float
+    slots: Sequence[tuple[GradientSlots, int]] | None = None
 
 
-def select(bank: Sequence[Tensor], *others: Tensor) -> Choice:
-    """Say which implementation of the two phases runs for a bank (n >= 1) and score weights or a running sum, and why."""
+def select(bank: Sequence[Tensor]) -> Choice:
+    """Say which implementation of phase one runs for a bank (n >= 1), and why."""
     choice = select_mix(bank)
-    if choice.implementation != "triton":
-        return Choice("torch", choice.reason if choice.implementation == "torch" else "two phases have no such form")
-    if forced() != "triton":
-        return Choice("torch", "plain torch: the Triton form of two phases has not been run on a GPU yet; force it to")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*bank, *others)):
-        return Choice("torch", "plain torch: the Triton form of two phases has no gradients")
-    return choice
+    if choice.implementation in ("cuda", "triton"):
+        return Choice("triton", "four launches for all sites, gradients included")
+    return Choice("torch", choice.reason if choice.implementation == "torch" else "two phases have no such form")
 
 
 def phase_one(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> PartialMix:
-    """Score and sum the finished blocks for S sites at once.
+    """Score and mix the finished blocks for S sites at once.
 
     Args:
         bank: n >= 0 tensors [..., D].
@@ -72,53 +73,73 @@ def phase_one(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> P
             "it needs equal [..., D] and [S, D]"
         )
     if not bank:
-        return PartialMix(None, None, None, score_weights_SD, eps)
-    if select(bank, score_weights_SD).implementation == "triton":
+        return PartialMix(None, None, score_weights_SD, eps)
+    if select(bank).implementation == "triton":
         from perilune.ops.attnres.triton_two_phase import phase_one as fused
 
-        return PartialMix(*fused(bank, score_weights_SD, eps), score_weights_SD, eps)
+        mixes, logs, places = [], [], []
+        for some_SD in score_weights_SD.split(MOST_SITES):
+            some_mixes, some_logs, slots = fused(bank, some_SD, eps)
+            mixes += some_mixes
+            logs += some_logs
+            places += [(slots, s) for s in range(len(some_SD))] if slots is not None else []
+        return PartialMix(mixes, logs, score_weights_SD, eps, places or None)
     values = [source.to(torch.promote_types(source.dtype, torch.float32)) for source in bank]
     scores_MS = torch.stack([_scores(v, score_weights_SD, eps).movedim(-1, 0) for v in values])
-    top_S = scores_MS.detach().amax(0)
-    weights_MS = (scores_MS - top_S).exp()
-    acc = weights_MS[0][..., None] * values[0]
+    logs_S = scores_MS.logsumexp(0)
+    weights_MS = (scores_MS - logs_S).exp()
+    mixes_S = weights_MS[0][..., None] * values[0]
     for weight_S, value in zip(weights_MS[1:], values[1:], strict=True):
-        acc = torch.addcmul(acc, weight_S[..., None], value)
-    return PartialMix(top_S, weights_MS.sum(0), acc, score_weights_SD, eps)
+        mixes_S = torch.addcmul(mixes_S, weight_S[..., None], value)
+    return PartialMix(mixes_S.unbind(), logs_S.unbind(), score_weights_SD, eps)
 
 
 def merge(partial: PartialMix, site: int, live: Tensor) -> Tensor:
-    """Add the running sum to one site's partial mix.
-
-    Args:
-        partial: from `phase_one`.
-        site: row of its score weights.
-        live: [..., D] the running sum.
+    """Add the running sum to one site's partial mix: `read_rest` with nothing around it.
 
     Returns:
         [..., D] in live's dtype, equal to `mix([*bank, live], score_weights_SD[site], eps)`; `live` itself if the bank
         was empty.
+    """
+    return read_rest(partial, site, live, None)[0]
+
+
+def read_rest(
+    partial: PartialMix,
+    site: int,
+    live: Tensor,
+    delta: Tensor | None,
+    norm_weight_D: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """What `attnres.read` returns, for a bank of which one site's partial mix is there already.
+
+    Args:
+        partial: from `phase_one`.
+        site: row of its score weights.
+        live, delta, norm_weight_D, norm_eps: see `attnres.read`.
 
     Raises:
         ConfigError: no such site.
     """
     if not 0 <= site < len(partial.score_weights_SD):
         raise ConfigError(f"merge got site={site}; the partial mix has sites 0..{len(partial.score_weights_SD) - 1}")
-    if partial.max is None:
-        return live
-    parts = (partial.acc[site], partial.max[site], partial.denominator[site])
-    fused = partial.acc.dtype == live.dtype and live.shape == parts[0].shape and all(x.is_contiguous() for x in parts)
-    if fused and select([live], *parts, partial.score_weights_SD).implementation == "triton":
-        from perilune.ops.attnres.triton_mix import forward
-
-        return forward([live], None, partial.score_weights_SD[site], partial.eps, None, 0.0, partial=parts)[1]
-    value = live.to(partial.max.dtype)
-    score = _scores(value, partial.score_weights_SD[site : site + 1], partial.eps)[..., 0]
-    top = torch.maximum(partial.max[site], score.detach())
-    kept, added = (partial.max[site] - top).exp(), (score - top).exp()
-    denominator = partial.denominator[site] * kept + added
-    mixed = partial.acc[site] * (kept / denominator)[..., None] + value * (added / denominator)[..., None]
-    return mixed.to(live.dtype)
+    weight_D, eps = partial.score_weights_SD[site], partial.eps
+    if partial.mixes is not None:
+        summed, log = partial.mixes[site], partial.log_denominators[site]
+        inputs = [summed, live] if delta is None else [summed, live, delta]
+        if summed.dtype == live.dtype and (how := select_mix(inputs).implementation) in ("cuda", "triton"):
+            slot = None if partial.slots is None else partial.slots[site]
+            return fused_read.read(how, [summed, live], delta, weight_D, eps, norm_weight_D, norm_eps, log, slot)
+    if delta is not None:
+        live = live + delta
+    out = live
+    if partial.mixes is not None:
+        value = live.to(summed.dtype)
+        score = _scores(value, weight_D[None], eps)[..., 0]
+        shares = torch.stack([log, score]).softmax(0)
+        out = (summed * shares[0][..., None] + value * shares[1][..., None]).to(live.dtype)
+    return out if norm_weight_D is None else rms_norm(out, norm_weight_D, norm_eps), live
 
 
 def _scores(value: Tensor, score_weights_SD: Tensor, eps: float) -> Tensor:

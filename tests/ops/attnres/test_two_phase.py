@@ -45,7 +45,7 @@ def test_low_precision_sources_keep_float32_statistics(dtype: torch.dtype) -> No
     bank = [torch.randn(2, 7, 64).to(dtype) for _ in range(8)]
     live, score_weights = torch.randn(2, 7, 64).to(dtype), torch.randn(3, 64)
     partial = phase_one(bank, score_weights, EPS)
-    assert partial.max.dtype == partial.denominator.dtype == partial.acc.dtype == torch.float32
+    assert partial.mixes[0].dtype == partial.log_denominators[0].dtype == torch.float32
     exact = mix([v.double() for v in (*bank, live)], score_weights[1].double(), EPS)
     single = mix([*bank, live], score_weights[1], EPS)
     phased = merge(partial, 1, live)

@@ -1,0 +1,88 @@
+"""A read over depth in one launch on a CUDA device, with gradients: by the CUDA kernels or by Triton's.
+
+The CUDA kernels sum the mix again in their backward pass; Triton's keep it where a norm follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from perilune.ops.attnres.cuda import read as cuda
+from perilune.ops.attnres.slots import GradientSlots
+
+
+def read(
+    implementation: str, sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float,
+    norm_weight_D: Tensor | None = None, norm_eps: float = 0.0, given: Tensor | None = None,
+    slot: tuple[GradientSlots, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mix the sources, the last of them being the running sum; arguments and results as `attnres.read`.
+
+    implementation: "cuda" or "triton".
+    given: float32 scores [...] of the first source, which is then a sum over a bank.
+    slot: where the gradient of that source should be written; None = anywhere.
+    """
+    on_cuda = implementation == "cuda"
+    inputs = [*sources, delta, given, score_weight_D, norm_weight_D]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        total, out = _Read.apply(on_cuda, score_weight_D, norm_weight_D, delta, given, eps, norm_eps, slot, *sources)
+    else:
+        total, out, *_ = _forward(on_cuda)(
+            sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=False, given=_dense(given)
+        )
+    return out, sources[-1] if total is None else total
+
+
+def _forward(on_cuda: bool):
+    if on_cuda:
+        return cuda.forward
+    from perilune.ops.attnres.triton_mix import forward
+
+    return forward
+
+
+def _dense(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.contiguous()
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, on_cuda, score_weight_D, norm_weight_D, delta, given, eps, norm_eps, slot, *sources):
+        total, out, *kept = _forward(on_cuda)(
+            sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=True, given=_dense(given)
+        )
+        live = sources[-1] if total is None else total
+        ctx.save_for_backward(score_weight_D, norm_weight_D, *kept, *sources[:-1], live)
+        ctx.on_cuda, ctx.kept, ctx.norm_eps, ctx.slot = on_cuda, len(kept), norm_eps, slot
+        ctx.added, ctx.given_shape = total is not None, None if given is None else given.shape
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal, dout):
+        score_weight_D, norm_weight_D, *saved = ctx.saved_tensors
+        kept, sources = saved[: ctx.kept], saved[ctx.kept :]
+        given = ctx.given_shape is not None
+        if dout is None:
+            dlive = dtotal
+            return None, None, None, dlive if ctx.added else None, *[None] * (3 + len(sources)), dlive
+        if ctx.on_cuda:
+            backward = cuda.backward
+        else:
+            from perilune.ops.attnres.triton_mix import backward
+        found = backward(
+            sources, dout, dtotal, *kept, score_weight_D, norm_weight_D, ctx.norm_eps,
+            given=given, into=None if ctx.slot is None else ctx.slot[0][ctx.slot[1]],
+        )  # fmt: skip
+        dscore_D, dnorm_D, dgiven, gradients = found
+        wanted = ctx.needs_input_grad
+        dsources = [gradient if want else None for gradient, want in zip(gradients, wanted[8:], strict=True)]
+        return (
+            None, dscore_D if wanted[1] else None, dnorm_D if wanted[2] else None, gradients[-1] if ctx.added else None,
+            dgiven.view(ctx.given_shape) if given and wanted[4] else None, None, None, None, *dsources,
+        )  # fmt: skip
