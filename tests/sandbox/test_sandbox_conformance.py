@@ -46,7 +46,9 @@ def test_streams_exit_code_and_what_the_driver_promises(box, driver):
     assert (result.code, result.stdout, result.stderr, result.signal) == (7, b"in\0put", b"err\n", 0)
     assert result.driver == driver
     assert {"isolation", "network", "memory limit"} <= {guarantee.name for guarantee in result.guarantees}
-    assert 0 < result.peak_bytes and not result.timed_out and not result.truncated
+    assert not result.timed_out and not result.truncated
+    # A container's engine does not tell what a command used.
+    assert result.peak_bytes > 0 or driver == "docker"
 
 
 def test_a_killed_and_a_missing_program(box):
@@ -205,13 +207,25 @@ stat -c '%h' workspace/tree/text
 """
 
 
+def look_for(driver: str) -> str:
+    """LOOK, without what an engine mounts anew in every container."""
+    if driver != "docker":
+        return LOOK
+    return (
+        LOOK.replace("etc dev/shm", "etc")
+        .replace(" etc/hosts dev/shm", "")
+        .replace("machine-id", "machine-id|hosts|resolv.conf|mtab")
+    )
+
+
 @pytest.mark.parametrize("changes", CHANGES)
 def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes, driver, changes):
     if changes == "disk":
         files_only(sandboxes, driver)
     box = sandboxes.create(Spec(changes=changes), driver=driver)
+    look = look_for(driver)
     sh(box, PREPARE)
-    wanted = sh(box, LOOK)
+    wanted = sh(box, look)
     assert "workspace/tree/hard" in wanted and "etc/shells" not in wanted and "etc/alternatives/mine" in wanted
     generations = {box.generation}
     for _ in range(3):
@@ -219,13 +233,15 @@ def test_a_resumed_sandbox_has_the_same_files_to_the_third_generation(sandboxes,
         box.destroy()
         box = sandboxes.resume(snapshot.id)
         generations.add(box.generation)
-        assert sh(box, LOOK) == wanted
+        assert sh(box, look) == wanted
         assert sh(box, "ls -A /etc/alternatives") == "mine\n"
     assert len(generations) == 4
 
 
 def test_changes_on_disk_are_outside_of_memory_and_end_with_the_sandbox(sandboxes, home, driver):
     files_only(sandboxes, driver)
+    if driver == "docker":
+        pytest.skip("docker: changes lie on the engine's disk, and the engine removes them with the container")
     limits = Limits(memory_bytes=48 << 20, disk_bytes=64 << 20)
     box = sandboxes.create(Spec(limits=limits, changes="disk"), driver=driver)
     for number in range(3):
@@ -310,7 +326,8 @@ def test_t34_forks_differ_in_randomness_and_identity_and_their_clocks_are_right(
         seen.append(sh(fork, script).splitlines())
         after = time.time()
         clock = next(file.mtime_ns for file in fork.list("/tmp") if file.name == "now") / 1e9
-        assert before - 0.5 < clock < after + 0.5
+        # A small image's `stat` tells whole seconds.
+        assert before - (1.0 if clock == int(clock) else 0.5) < clock < after + 0.5
     for row in zip(*seen):
         assert len(set(row)) == 3, row
 
@@ -329,7 +346,9 @@ def test_t35_a_checkpoint_leaves_the_background_running_and_says_what_a_resume_b
         wait_until(resumed, f"test $(cat /workspace/n) -gt {saved}")
     else:
         assert 0 < saved <= before
-        assert sh(resumed, "ls /proc | grep -c '^[0-9]'; true").strip() in ("3", "4")  # process 1, sh, ls, grep
+        # Process 1, sh, ls, grep; a container's process 1 has a child that sleeps.
+        most = 5 if driver == "docker" else 4
+        assert 3 <= int(sh(resumed, "ls /proc | grep -c '^[0-9]'; true")) <= most
         assert int(resumed.read_file("/workspace/n")) == saved
         assert snapshot.processes >= 1 and snapshot.contains == "files"
 
@@ -377,7 +396,28 @@ def _state(box: Sandbox) -> bytes:
     machine: Any = box._machine
     if hasattr(machine, "memory"):
         return hashlib.sha256(machine.memory.read(machine.memory.own_pages())).digest()
+    if hasattr(machine, "container"):
+        return next(content for _, content in machine.engine.archive(machine.container, "/workspace/n"))
     return next(bytes(chunks[0] or b"") for entry, chunks in machine.capture() if entry["path"] == "workspace/n")
+
+
+def test_a_program_on_a_terminal_sees_it_and_the_size_of_its_window(box):
+    wait = "until test \"$(stty size 2> /dev/null)\" = '33 101'; do :; done; stty size"
+    script = f"test -t 0 && {wait}; read line; echo got $line; stty size; exit 5"
+    process = box.terminal(["sh", "-c", script], size=(33, 101))
+    with contextlib.closing(process):
+        said = terminal_until(process, b"33 101")
+        process.resize(40, 99)
+        os.write(process.terminal, b"words\n")
+        assert terminal_until(process, b"got words\r\n40 99", said)
+        assert select.select([process.status_fd()], [], [], DEADLINE)[0] and process.finish()["code"] == 5
+
+
+def terminal_until(process: Any, words: bytes, said: bytes = b"") -> bytes:
+    while words not in said:
+        assert select.select([process.terminal], [], [], DEADLINE)[0], said
+        said += os.read(process.terminal, 4096)
+    return said
 
 
 def test_pause_to_zero_ends_all_processes_and_keeps_the_files(box):

@@ -27,11 +27,14 @@ from perilune.sandbox.protocol import Capabilities, DriverUnavailable, Guarantee
 IMAGE_VARIABLE, RUNTIME_VARIABLE, GPUS_VARIABLE = (
     f"PERILUNE_SANDBOX_DOCKER_{name}" for name in ("IMAGE", "RUNTIME", "GPUS")
 )
-SMALL_IMAGE = "perilune-busybox:1"
+SMALL_IMAGE = "perilune-busybox:2"
 KEPT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
 SETTLED_SECONDS = 60.0
 """Age from which a container has a locked sandbox if anybody wants it."""
 IDLE = ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"]
+_SMALL_FILES = (
+    ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n"), ("etc/shells", b"/bin/sh\n"), ("etc/alternatives/none", b""),
+)  # fmt: skip
 CAPABILITIES = Capabilities(
     isolation="container", snapshot="files", incremental=True, fork=True, guest_kernel=False, network=("none", "host"),
     mounts=False,
@@ -102,7 +105,7 @@ class DockerDriver:
                     member = tarfile.TarInfo(f"bin/{name}")
                     member.type, member.linkname = tarfile.SYMTYPE, "busybox"
                     file.addfile(member)
-            for name, text in (("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n"), ("etc/alternatives/none", b"")):
+            for name, text in _SMALL_FILES:
                 member = tarfile.TarInfo(name)
                 member.size, member.mode = len(text), 0o644
                 file.addfile(member, io.BytesIO(text))
@@ -136,6 +139,8 @@ class DockerDriver:
         if runtime:
             host["Runtime"] = runtime
         if gpus:
+            if gpus != "all" and not gpus.isdecimal():
+                raise ConfigError(f"docker: {GPUS_VARIABLE}={gpus!r} must be a number of GPUs, or all")
             host["DeviceRequests"] = [
                 {"Driver": "nvidia", "Count": -1 if gpus == "all" else int(gpus), "Capabilities": [["gpu"]]}
             ]
@@ -169,7 +174,7 @@ class DockerDriver:
             Guarantee("processor limit", True, f"{limits.cpus:g}: control group of the engine"),
             Guarantee("disk limit", False, f"{limits.disk_bytes} bytes for each changed file only; they are on the engine's disk"),
             Guarantee("no orphans", False, "a container outlives an owner that is killed; the folder's next owner removes it"),
-            Guarantee("memory snapshot", False, "snapshots hold files, those of /dev/shm excepted; processes are not saved"),
+            Guarantee("memory snapshot", False, "snapshots hold files, but for /dev/shm and the engine's own /etc/hosts, hostname and resolv.conf; no process is saved"),
             Guarantee("gpu", bool(gpus), f"{gpus} by the engine" if gpus else f"none; {GPUS_VARIABLE} asks for them"),
         )  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import tarfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from perilune.sandbox.guest import layer
 
 
 def changed_folder(path: str, stat: Mapping[str, Any]) -> dict[str, Any]:
-    """A folder of the image in which something changed; the engine tells its mode only."""
+    """A folder of the image in which something changed; the engine tells its mode and its time only."""
     sticky = 0o1000 if stat["mode"] & (1 << 20) else 0
     return {
         "path": path,
@@ -20,7 +20,7 @@ def changed_folder(path: str, stat: Mapping[str, Any]) -> dict[str, Any]:
         "mode": stat["mode"] & 0o777 | sticky,
         "uid": 0,
         "gid": 0,
-        "mtime": time.time_ns(),
+        "mtime": int(datetime.datetime.fromisoformat(stat["mtime"]).timestamp()) * 10**9,
     }
 
 
@@ -48,6 +48,8 @@ def as_tar(entries: Sequence[Mapping[str, Any]], blobs: str) -> bytes:
     """A layer's entries as an archive that the engine unpacks."""
     kinds = {"folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE}
     data = io.BytesIO()
+    # An engine gives a hard link's mode and time to the file that it leads to.
+    facts = {entry["path"]: entry for entry in entries if entry["type"] != "gone"}
     with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as file:
         for entry in entries:
             if entry["type"] == "gone":
@@ -55,8 +57,9 @@ def as_tar(entries: Sequence[Mapping[str, Any]], blobs: str) -> bytes:
             member = tarfile.TarInfo(entry["path"])
             member.type = kinds.get(entry["type"], tarfile.REGTYPE)
             member.linkname = entry.get("to", "")
-            member.mode, member.uid, member.gid = entry.get("mode", 0o644), entry.get("uid", 0), entry.get("gid", 0)
-            member.mtime = entry.get("mtime", 0) // 10**9
+            known = facts.get(entry["to"], entry) if entry["type"] == "hard" else entry
+            member.mode, member.uid, member.gid = known.get("mode", 0o644), known.get("uid", 0), known.get("gid", 0)
+            member.mtime = known.get("mtime", 0) // 10**9
             content = b""
             if entry["type"] == "file":
                 left, parts = entry["size"], []

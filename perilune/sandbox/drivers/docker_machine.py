@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -15,10 +16,10 @@ from typing import Any
 from perilune.errors import SandboxError
 from perilune.sandbox.drivers.docker_engine import Engine, EngineError
 from perilune.sandbox.drivers.docker_layer import as_tar, changed_folder, entry_of
-from perilune.sandbox.drivers.docker_process import DockerProcess
+from perilune.sandbox.drivers.docker_process import ENDING_SECONDS, DockerProcess
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.guest import layer
-from perilune.sandbox.protocol import Guarantee, GuestFileError, GuestLost, Look, Saved, Spec
+from perilune.sandbox.protocol import DriverUnavailable, Guarantee, GuestFileError, GuestLost, Look, Saved, Spec
 from perilune.sandbox.store import Batch
 
 CALL_SECONDS = 60.0
@@ -42,14 +43,10 @@ class DockerMachine:
     def __init__(
         self, engine: Engine, sandbox: str, container: str, spec: Spec, guarantees: tuple[Guarantee, ...]
     ) -> None:
-        self.engine, self.sandbox, self.container, self.spec, self.guarantees = (
-            engine,
-            sandbox,
-            container,
-            spec,
-            guarantees,
-        )
+        self.engine, self.sandbox, self.container = engine, sandbox, container
+        self.spec, self.guarantees = spec, guarantees
         self._own = 0
+        self._pidfd = self._first_process()
 
     def _path(self, rest: str = "") -> str:
         return f"/containers/{self.container}{rest}"
@@ -59,6 +56,24 @@ class DockerMachine:
             return self.engine.json("GET", self._path("/json"))["State"]
         except EngineError as error:
             raise GuestLost(f"sandbox {self.sandbox}: its container is gone") from error
+
+    def _first_process(self) -> int:
+        """The container's process 1 as a descriptor: it tells at once when it ends, and nobody else gets its number meanwhile.
+
+        Raises:
+            DriverUnavailable: the engine's numbers of processes are not this process's, so none may be used here.
+        """
+        pid = int(self._state()["Pid"])
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(pid)
+            with open(f"/proc/{pid}/cgroup") as file:
+                if self.container in file.read():
+                    return fd
+            os.close(fd)
+        raise DriverUnavailable(
+            f"docker: the engine's process {pid} of container {self.container[:12]} is not to be seen here; the engine must "
+            "run on this machine, and not outside of a container that this process is in"
+        )
 
     def prepare(self, entries: Sequence[Mapping[str, Any]], blobs: str) -> None:
         """Bring a fresh container to the files of a layer."""
@@ -87,9 +102,9 @@ class DockerMachine:
         }  # fmt: skip
         try:
             execution = self.engine.json("POST", self._path("/exec"), body)["Id"]
+            return DockerProcess(self, execution, self.engine.attach(execution, terminal), terminal)
         except EngineError as error:
             raise GuestLost(f"sandbox {self.sandbox}: its container does not run: {error}") from error
-        return DockerProcess(self, execution, self.engine.attach(execution, terminal), terminal)
 
     def file_command(self, command: str, arguments: Mapping[str, Any], data: bytes = b"") -> bytes:
         """Read, write or list as the guest would, with its own shell. Raises GuestFileError."""
@@ -97,6 +112,8 @@ class DockerMachine:
         more = {"read": [str(arguments.get("limit"))], "write": [f"{arguments.get('mode', 0):o}"]}.get(command, [])
         code, out, error = self._shell(SCRIPTS[command], [path, *more], data)
         if code != 0:
+            if not error and self.ended(ENDING_SECONDS):
+                raise GuestLost(f"sandbox {self.sandbox}: its container has ended")
             reason = error.decode(errors="replace").strip().rpartition(": ")[2] or "failed"
             raise GuestFileError(f"sandbox {self.sandbox}: {command} {path}: {reason}")
         if command == "list":
@@ -202,14 +219,19 @@ class DockerMachine:
 
     def alive(self) -> bool:
         """Whether the container runs."""
-        with contextlib.suppress(SandboxError):
-            return bool(self._state()["Running"])
-        return False
+        return not self.ended()
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether the container has ended, or does within that time: a process of it may be seen to be killed before its first one."""
+        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], seconds)[0])
 
     def destroy(self) -> None:
         """Remove the container with all that is in it."""
         with contextlib.suppress(EngineError):
             self.engine.call("DELETE", self._path(), query={"force": 1, "v": 1})
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
 
 def _listed(out: bytes) -> Iterator[list[Any]]:

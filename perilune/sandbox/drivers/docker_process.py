@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from perilune.errors import SandboxError
@@ -20,6 +20,11 @@ from perilune.sandbox.protocol import GuestLost
 if TYPE_CHECKING:
     from perilune.sandbox.drivers.docker_machine import DockerMachine
 
+ENDING_SECONDS = 0.3
+"""How long a container may take to end after the first of its processes was killed."""
+STARTING_SECONDS = 5.0
+MOST_LOOKS = 20
+
 
 class DockerProcess:
     """A command of a `DockerMachine`; threads pass its stream on."""
@@ -28,6 +33,7 @@ class DockerProcess:
         self._machine, self._engine, self._sandbox = machine, machine.engine, machine.sandbox
         self._execution, self._sock = execution, sock
         self.stdin = self.stdout = self.stderr = self.terminal = -1
+        self._killed = False
         self._status, self._tell = os.pipe()
         if terminal:
             ours, theirs = socket.socketpair()
@@ -75,7 +81,8 @@ class DockerProcess:
             except SandboxError:
                 break
             if not state["Running"] and state["ExitCode"] is not None:
-                if state["ExitCode"] == 128 + signal.SIGKILL and not self._machine.alive():
+                by_us = self._killed or state["ExitCode"] != 128 + signal.SIGKILL
+                if not by_us and self._machine.ended(ENDING_SECONDS):
                     break
                 done = {"code": int(state["ExitCode"])}
         time.sleep(0.01)  # The last of its output is on its way through the engine.
@@ -99,22 +106,45 @@ class DockerProcess:
         return {"code": done["code"], "signal": number, "cpu": 0.0, "rss": 0}
 
     def resize(self, rows: int, columns: int) -> None:
-        """See `protocol.Process`."""
+        """See `protocol.Process`. An engine refuses it until it has started the program, and that is waited for."""
+        deadline = time.monotonic() + STARTING_SECONDS
+        while True:
+            try:
+                self._engine.call("POST", f"/exec/{self._execution}/resize", query={"h": rows, "w": columns})
+                return
+            except SandboxError as error:
+                if self._has_started() or time.monotonic() > deadline:
+                    raise OSError(f"the engine does not resize the terminal: {error}") from error
+            time.sleep(0.01)
+
+    def _has_started(self) -> bool:
         try:
-            self._engine.call("POST", f"/exec/{self._execution}/resize", query={"h": rows, "w": columns})
-        except SandboxError as error:
-            raise OSError(f"the engine does not resize the terminal: {error}") from error
+            state = self._engine.json("GET", f"/exec/{self._execution}/json")
+        except SandboxError:
+            return True
+        return bool(state["Pid"]) or state["ExitCode"] is not None
 
     def kill(self) -> None:
-        """End the program, what descends from it, and what is still in its session."""
+        """End the program, what descends from it, and what is still in its session.
+
+        All are stopped before the first one is ended: the program shall not go on because a child that it waited for was killed, nor
+        fork faster than it is looked for.
+        """
+        self._killed = True
         with contextlib.suppress(SandboxError):
             state = self._engine.json("GET", f"/exec/{self._execution}/json")
-            if state["Running"] and state["Pid"]:
-                session = _session(int(state["Pid"]))
-                others = [pid for pid in self._machine.pids() if session and _session(pid) == session]
-                for pid in {*descendants(int(state["Pid"])), *others}:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            if not state["Running"] or not state["Pid"]:
+                return
+            first = int(state["Pid"])
+            session, victims = _session(first), [first]
+            for _ in range(MOST_LOOKS):
+                same = [pid for pid in self._machine.pids() if session and _session(pid) == session]
+                found = list(dict.fromkeys((first, *descendants(first), *same)))
+                _signal(found, signal.SIGSTOP)
+                if set(found) <= set(victims):
+                    break
+                victims = list(dict.fromkeys((*victims, *found)))
+            _signal(victims, signal.SIGKILL)
 
     def close(self) -> None:
         """See `protocol.Process`."""
@@ -129,6 +159,12 @@ class DockerProcess:
         for fd in {self.stdin, self.stdout, self.stderr, self.terminal, self._status, self._tell} - {-1}:
             os.close(fd)
         self.stdin = self.stdout = self.stderr = self.terminal = self._status = self._tell = -1
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _session(pid: int) -> int:
