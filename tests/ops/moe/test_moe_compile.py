@@ -30,7 +30,7 @@ SHARED = 227 * 1024  # bytes that a program can have
 SITU = (4.0, 25.0)
 
 
-def calls(dtype: torch.dtype, tiles: configs.Config) -> dict[str, tuple[Callable[[], object], int]]:
+def calls(dtype: torch.dtype, tiles: configs.Config, L: int = L, F: int = F) -> dict[str, tuple[Callable[[], object], int]]:
     """A call for each kernel, and the bytes that it may spill."""
     slots = N * A
 
@@ -72,6 +72,13 @@ def test_experts_of_many_rows(name: str) -> None:
 def test_experts_of_few_rows_and_float32(tiles: tuple[torch.dtype, configs.Config]) -> None:
     for name in ("hidden", "weights"):
         check(*calls(*tiles)[name])
+
+
+def test_products_of_one_step() -> None:
+    """Sizes of `nano`. The loop over a product's depth folds away; the loop over tiles must not take its pipeline."""
+    narrow = calls(torch.bfloat16, configs.HALF[128], 64, 64)
+    for name in ("hidden", "down", "back", "weights"):
+        check(*narrow[name])
 
 
 def test_plan() -> None:
