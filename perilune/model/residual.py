@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from perilune.config import ModelConfig
 from perilune.model.norm import RMSNorm
-from perilune.ops.attnres import read
+from perilune.ops.attnres import PartialMix, phase_one, read, read_rest, sites_at_once
 
 
 class DepthRead(nn.Module):
@@ -39,7 +39,11 @@ class DepthRead(nn.Module):
         return self.norm * self.query
 
     def forward(
-        self, sources: Sequence[Tensor], pending: Tensor | None = None, norm: RMSNorm | None = None
+        self,
+        sources: Sequence[Tensor],
+        pending: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        summed: tuple[PartialMix, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mix `[B, T, D]` sources; one call, so that a GPU needs one pass over them.
 
@@ -47,6 +51,7 @@ class DepthRead(nn.Module):
             sources: oldest first, the running sum last.
             pending: an output that the running sum still lacks.
             norm: applied to the mix.
+            summed: what a first phase has made of all sources but the last, and this site's number there.
 
         Returns:
             The mix, and the running sum with `pending` in it.
@@ -54,6 +59,8 @@ class DepthRead(nn.Module):
         *bank, live = sources
         if bank:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            if summed is not None:
+                return read_rest(*summed, live, pending, weight, eps)
             return read(bank, live, pending, self.score_weight, self.eps, weight, eps)
         live = _add(live, pending)
         return live if norm is None else norm(live), live
@@ -91,21 +98,46 @@ class BlockStream:
     """Block AttnRes: finished blocks in a bank, the open block as a running sum (architecture §5.2).
 
     A bank row is never written again once it is pushed; the running sum is replaced, not changed in place. The latest
-    output stays apart until the next read adds it.
+    output stays apart until the next read adds it. Where it pays, the reads of a block share one pass over the bank
+    (`ops.attnres.phase_one`): they all see the same bank, and their queries are known before they are reached.
+
+    Args:
+        embedded_BTD: the stream's first value.
+        block_layers: decoder layers of a block.
+        sites: every read of a forward pass, in order; without them each read passes over the bank itself.
     """
 
-    def __init__(self, embedded_BTD: Tensor, block_layers: int) -> None:
+    def __init__(self, embedded_BTD: Tensor, block_layers: int, sites: Sequence[DepthRead] = ()) -> None:
         self.bank: list[Tensor] = []
         self.live = embedded_BTD
         self.pending: Tensor | None = None
         self.block_layers = block_layers
+        self.sites = sites
+        self.reads = 0  # so far
+        self.shared_until = 0  # the read before which the bank grows
+        self.phase: tuple[PartialMix, int] | None = None  # and the number of its first read
 
     def read(self, site: DepthRead | None, norm: RMSNorm | None) -> Tensor:
         """Complete the running sum, mix it with the bank, normalise."""
         assert site is not None, "attention over depth needs the site's query"
-        out, self.live = site([*self.bank, self.live], self.pending, norm)
+        out, self.live = site([*self.bank, self.live], self.pending, norm, self._summed())
         self.pending = None
+        self.reads += 1
         return out
+
+    def _summed(self) -> tuple[PartialMix, int] | None:
+        """The first phase of this read, made for as many of the coming reads as pays."""
+        if self.phase is not None and self.reads - self.phase[1] == len(self.phase[0].score_weights_SD):
+            self.phase = None
+        if self.phase is None and self.reads < self.shared_until:
+            coming = self.sites[self.reads : self.shared_until]
+            count = sites_at_once(self.bank, [site.query for site in coming])
+            if count == 0:
+                self.shared_until = 0
+                return None
+            weights = torch.stack([site.score_weight for site in coming[:count]])
+            self.phase = phase_one(self.bank, weights, coming[0].eps), self.reads
+        return None if self.phase is None else (self.phase[0], self.reads - self.phase[1])
 
     def add_mixer(self, layer: int, out_BTD: Tensor) -> None:
         """At a block's first layer push the running sum and restart it from this output; else add."""
@@ -113,6 +145,7 @@ class BlockStream:
         if layer % self.block_layers == 0:
             self.bank.append(self.live)
             self.live = out_BTD
+            self.phase, self.shared_until = None, min(self.reads + 2 * self.block_layers, len(self.sites))
         else:
             self.pending = out_BTD
 
@@ -143,9 +176,9 @@ class SublayerStream:
 
 Stream = PlainStream | BlockStream | SublayerStream
 
-STREAMS: dict[str, Callable[[Tensor, ModelConfig], Stream]] = {
-    "plain": lambda x, cfg: PlainStream(x),
-    "block": lambda x, cfg: BlockStream(x, cfg.attn_res_block_layers),
-    "full": lambda x, cfg: BlockStream(x, 1),
-    "full_sublayer": lambda x, cfg: SublayerStream(x),
+STREAMS: dict[str, Callable[[Tensor, ModelConfig, Sequence[DepthRead]], Stream]] = {
+    "plain": lambda x, cfg, sites: PlainStream(x),
+    "block": lambda x, cfg, sites: BlockStream(x, cfg.attn_res_block_layers, sites),
+    "full": lambda x, cfg, sites: BlockStream(x, 1, sites),
+    "full_sublayer": lambda x, cfg, sites: SublayerStream(x),
 }

@@ -69,6 +69,12 @@ class Transformer(nn.Module):
             self.vision_tower = VisionTower(cfg.vision)
             self.mm_projector = Projector(cfg.vision, cfg.hidden_size)
 
+    def depth_reads(self) -> list[DepthRead]:
+        """Every read of the depth stream in a forward pass, in order; none of a plain residual."""
+        if self.cfg.residual == "plain":
+            return []
+        return [*(site for block in self.layers for site in (block.mixer_read, block.ffn_read)), self.output_read]
+
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
@@ -157,7 +163,7 @@ class Transformer(nn.Module):
                 )
             past = state.lengths
             state.reserve(max(past) + tokens)
-        stream = STREAMS[self.cfg.residual](self.embeddings(ids_BT, images), self.cfg)
+        stream = STREAMS[self.cfg.residual](self.embeddings(ids_BT, images), self.cfg, self.depth_reads())
         for index, block in enumerate(self.layers):
             block(stream, None if state is None else state.layers[index], segments, past)
         if state is not None:

@@ -10,19 +10,26 @@ blocks; its gradient, too, is written once instead of once a site.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from perilune.errors import ConfigError
 from perilune.ops.attnres import fused_read
 from perilune.ops.attnres.mixing import select as select_mix
 from perilune.ops.attnres.slots import GradientSlots
-from perilune.ops.choice import Choice
+from perilune.ops.choice import Choice, forced
 from perilune.ops.norm import rms_norm
 
 MOST_SITES = 32  # that the kernels score at once
+LEAST_BYTES = 4 << 20  # of a block; below, launches count for more than traffic
+MEMORY_SHARE = 1 / 32  # of a device's memory that partial mixes may take
+# Shares of copy speed that the kernels reach (H200, T 8192, D 7168): a single read, its backward pass; scores and mixes of
+# phase one, and both passes of its backward.
+SINGLE, SINGLE_BACKWARD, SCORES, MIXES, PUSH = 0.9, 0.8, 0.6, 0.87, 0.7
 
 
 class PartialMix(NamedTuple):
@@ -49,6 +56,48 @@ def select(bank: Sequence[Tensor]) -> Choice:
     if choice.implementation in ("cuda", "triton"):
         return Choice("triton", "four launches for all sites, gradients included")
     return Choice("torch", choice.reason if choice.implementation == "torch" else "two phases have no such form")
+
+
+def sites_at_once(bank: Sequence[Tensor], queries: Sequence[Tensor]) -> int:
+    """How many of the coming reads of a bank should share a first phase; 0 = each should read the bank itself.
+
+    Decided by traffic over measured bandwidth, without looking at values.
+
+    Args:
+        bank: n >= 0 finished blocks [..., D], which all these reads see.
+        queries: a parameter of each of the reads.
+    """
+    if not bank or bank[0].is_cpu and forced() != "triton":
+        return 0
+    size = bank[0].numel() * bank[0].element_size()
+    if size < LEAST_BYTES or select(bank).implementation != "triton":
+        return 0
+    if any(type(query) not in (Tensor, Parameter) for query in queries):
+        return 0  # a sharded parameter is whole only inside its own layer
+    sites = min(len(queries), int(MEMORY_SHARE * _memory(bank[0].device) / size))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*bank, *queries))
+    return sites if sites and _cost(len(bank), sites, gradients) < sites * _single_cost(len(bank), gradients) else 0
+
+
+def _single_cost(blocks: int, gradients: bool) -> float:
+    """Of a read with running-sum add and output norm, in passes over one source at copy speed."""
+    cost = (blocks + 4) / SINGLE
+    if gradients:
+        cost += (2 * blocks + 5) / SINGLE_BACKWARD + 3 * blocks  # autograd adds the gradients of every read
+    return cost
+
+
+def _cost(blocks: int, sites: int, gradients: bool) -> float:
+    """The same of both phases, for all sites."""
+    cost = blocks / SCORES + (blocks + sites) / MIXES + 5 * sites / SINGLE
+    if gradients:
+        cost += (3 * blocks + 2 * sites) / PUSH + 7 * sites / SINGLE_BACKWARD
+    return cost
+
+
+@cache
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 32
 
 
 def phase_one(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> PartialMix:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.attnres import merge, phase_one, read_rest
+from perilune.ops.attnres import merge, phase_one, read_rest, sites_at_once, two_phase
 from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.attnres.two_phase import MOST_SITES, select
 from perilune.ops.choice import force
@@ -114,3 +114,16 @@ def test_strided_blocks_and_large_scores() -> None:
     with force("triton"):
         got = merge(phase_one(bank, score_weights, EPS), 0, live)
     torch.testing.assert_close(got, live)
+
+
+def test_reads_share_a_pass_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = [torch.randn(64)] * 24
+    bank = [torch.randn(16, 64)] * 8
+    with force("triton"):
+        assert sites_at_once(bank, queries) == 0, "too little to be worth the launches"
+        monkeypatch.setattr(two_phase, "LEAST_BYTES", 0)
+        assert sites_at_once(bank, queries) == 24
+        assert sites_at_once(bank[:1], queries) == 0 and sites_at_once(bank, queries[:1]) == 0
+        monkeypatch.setattr(two_phase, "_memory", lambda device: 32 * 9 * 4096)
+        assert sites_at_once(bank, queries) == 9
+    assert sites_at_once(bank, queries) == 0, "on the CPU each read is one pass over all sources"
