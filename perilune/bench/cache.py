@@ -49,6 +49,7 @@ class Replay:
         step_ms: host time of each step, admissions not counted.
         admit_ms: host time of each admission.
         ideal_tokens: prompt tokens whose prefix had been computed before, by whole units.
+        hits: of each admission the request's index, and how many of its tokens it skips, and how many had their pages.
         pages_peak: most pages that were not free.
         preempted: requests that had to give their pages back.
     """
@@ -56,6 +57,7 @@ class Replay:
     step_ms: list[float] = field(default_factory=list)
     admit_ms: list[float] = field(default_factory=list)
     ideal_tokens: int = 0
+    hits: list[tuple[int, int, int]] = field(default_factory=list)
     pages_peak: int = 0
     preempted: int = 0
 
@@ -114,6 +116,7 @@ class Engine:
                     raise ConfigError(f"a trace's request of {len(request.chain)} tokens does not fit into the pool")
                 return
             self._waiting.popleft()
+            self.found.hits.append((request.index, admission.resume, admission.known))
             request.left = len(request.chain) - admission.resume
             self._running.append(request)
             for digest in request.chain.digests[: (len(request.chain) - 1) // self.cache.geometry.unit]:

@@ -210,6 +210,7 @@ async def drive(
         asks = make_trace(trace, load.requests, load.rate, seed=load.seed, context=context, vocabulary=256, abort=abort)
         runner = Load(asks, url, model=card["id"], context=context, key=key, concurrency=load.concurrency)
         pages: list[tuple[float, list[dict[str, Any]]]] = []
+        warmed = len(await _timeline(client, admin_url)) if admin_url else 0
         began = time.perf_counter()
 
         async def watch() -> None:
@@ -224,8 +225,11 @@ async def drive(
         if watcher is None:
             return Outcome(records, seconds)
         watcher.cancel()
-        events = (await client.get(f"{admin_url}/admin/cache/timeline")).json()["events"]
-        return Outcome(records, seconds, pages, events)
+        return Outcome(records, seconds, pages, (await _timeline(client, admin_url))[warmed:])
+
+
+async def _timeline(client: Any, admin_url: str | None) -> list[dict[str, Any]]:
+    return (await client.get(f"{admin_url}/admin/cache/timeline")).json()["events"]
 
 
 def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome]) -> list[Row]:

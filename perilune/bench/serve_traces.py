@@ -161,5 +161,9 @@ def make_trace(
         raise ConfigError(f"requests={requests}, rate={rate:g}, abort={abort:g}, context={context}: too small or large")
     write = _Writer(seed, context, vocabulary)
     asks = TRACES[name](write, requests, rate)
+    first = min(ask.at for ask in asks if ask.after < 0)  # nothing is learned before somebody asks
     cuts = np.where(write.rng.random(len(asks)) < abort, write.rng.uniform(0.1, 0.9, len(asks)), 1.0)
-    return [Ask(ask.new, ask.reply, ask.after, ask.at, float(cut)) for ask, cut in zip(asks, cuts, strict=True)]
+    return [
+        Ask(ask.new, ask.reply, ask.after, ask.at - (first if ask.after < 0 else 0.0), float(cut))
+        for ask, cut in zip(asks, cuts, strict=True)
+    ]

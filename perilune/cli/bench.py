@@ -38,8 +38,8 @@ class BenchFlags:
         rate: serve only: arrivals a second.
         concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
         seed: serve only: of the trace.
-        plots: folder for pictures; of kernels and train the times beside their bounds and the ratios to peers, of serve also
-            what its pictures are made from; empty = none.
+        plots: folder for pictures; of kernels and train the times beside their bounds and the ratios to peers, of cache
+            and serve also what they are made from; empty = none.
         budget: seconds after which no further row is begun; the next call goes on. 0 = all rows.
         results: .jsonl file to continue from and to append to; empty = benchmarks/results/SUITE-DEVICE.jsonl here.
         threads: CPU threads; 0 = all cores that this process may use.
@@ -77,9 +77,13 @@ def _measure(suite: str, flags: BenchFlags, results: Path, on_row: Callable[[Row
 
         return formats.run(flags.device, budget, flags.experts, results=results, on_row=on_row)
     if suite == "cache":
-        from perilune.bench import cache
+        from perilune.bench import cache, cache_details
 
-        return cache.run(flags.device, budget, flags.policies, results=results, on_row=on_row)
+        rows = cache.run(flags.device, budget, flags.policies, results=results, on_row=on_row)
+        if flags.plots is not None:
+            cache_details.write_details(flags.plots)
+            _draw_serving(flags.plots, results)
+        return rows
     if suite == "engine":
         from perilune.bench import engine
 
@@ -105,11 +109,15 @@ def _serve(flags: BenchFlags, results: Path, on_row: Callable[[Row], None]) -> l
         results=results, details=flags.plots, on_row=on_row,
     )  # fmt: skip
     if flags.plots is not None:
-        from perilune.report.serving import draw
-
-        for path in draw(flags.plots, cache_rows=results.with_name(f"cache-{flags.device}.jsonl")):
-            print(path, file=sys.stderr)
+        _draw_serving(flags.plots, results.with_name(f"cache-{flags.device}.jsonl"))
     return rows
+
+
+def _draw_serving(folder: Path, cache_rows: Path) -> None:
+    from perilune.report.serving import draw
+
+    for path in draw(folder, cache_rows=cache_rows):
+        print(path, file=sys.stderr)
 
 
 def run(args: list[str]) -> int:

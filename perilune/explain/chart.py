@@ -65,6 +65,7 @@ class Heatmap:
         rows, columns: labels of the two axes.
         center: value drawn in the neutral colour (a diverging scale); None = a sequential scale.
         limits: value range of the colours; None = from all frames.
+        names: of the values 0, 1, 2, …, which are then kinds of things and get colours of their own.
         show_values: print the number in each cell.
     """
 
@@ -78,6 +79,7 @@ class Heatmap:
     value_label: str
     center: float | None = None
     limits: tuple[float, float] | None = None
+    names: Sequence[str] = ()
     show_values: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +94,8 @@ class Heatmap:
         """Limits of the colour scale, finite and of non-zero width; symmetric about `center` where there is one."""
         if self.limits is not None:
             return self.limits
+        if self.names:
+            return -0.5, len(self.names) - 0.5
         values = np.concatenate([np.asarray(matrix, dtype=float).ravel() for _, matrix in self.frames])
         values = values[np.isfinite(values)]
         low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from perilune.errors import CapacityError, RequestError
 from perilune.explain.chart import Bars, Chart, Heatmap, LineChart, Ridges
-from perilune.report.palette import DIVERGING, SEQUENTIAL, SERIES
+from perilune.report.palette import DIVERGING, KINDS, SEQUENTIAL, SERIES
 
 _STYLE = {
     "font.family": "sans-serif", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -115,18 +115,22 @@ def _lines(axes: Any, chart: LineChart) -> None:
 
 
 def _heatmap(axes: Any, chart: Heatmap) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
     low, high = chart.value_range()
     anchors = (SEQUENTIAL if chart.center is None else DIVERGING)["light"]
-    colors = LinearSegmentedColormap.from_list("perilune", anchors, bad="#ffffff")
+    if chart.names:
+        colors = ListedColormap(KINDS[: len(chart.names)])
+    else:
+        colors = LinearSegmentedColormap.from_list("perilune", anchors, bad="#ffffff")
     label, matrix = chart.frames[-1]
     matrix = np.asarray(matrix, dtype=float)
     picture = axes.pcolormesh(np.arange(matrix.shape[1] + 1), np.arange(matrix.shape[0] + 1), np.ma.masked_invalid(matrix),
                               cmap=colors, vmin=low, vmax=high, edgecolors="white", linewidth=0.6 if matrix.size < 4000 else 0)  # fmt: skip
     axes.invert_yaxis()
     axes.grid(False)
-    every = max(1, -(-len(chart.columns) // 32))
+    letters = max(len(line) for name in chart.columns for line in name.split("<br>"))
+    every = max(1, -(-len(chart.columns) * (letters + 1) // 96))  # so many letters find room side by side
     axes.set_xticks(
         np.arange(0, len(chart.columns), every) + 0.5, [_plain(name) for name in chart.columns[::every]], fontsize=8
     )
@@ -140,6 +144,9 @@ def _heatmap(axes: Any, chart: Heatmap) -> None:
     axes.set_xlabel(f"{chart.x_label}   ({label})" if label else chart.x_label)
     bar = axes.figure.colorbar(picture, ax=axes, pad=0.015, aspect=18, fraction=0.04)
     bar.set_label(chart.value_label, fontsize=9)
+    if chart.names:
+        bar.set_ticks(range(len(chart.names)), labels=chart.names, fontsize=9)
+        bar.ax.tick_params(length=0)
     bar.outline.set_visible(False)
     if chart.show_values:
         for (row, column), value in np.ndenumerate(matrix):
@@ -170,6 +177,8 @@ def _bars(axes: Any, chart: Bars) -> None:
             axes.bar_label(drawn, fmt="{:.3g}", fontsize=8, padding=2)
     axes.set_xticks(slots, [_plain(name) for name in chart.categories], fontsize=9)
     axes.set_yscale("log" if chart.y_log else "linear")
+    if chart.y_log:
+        _log_ticks(axes.yaxis, *axes.get_ylim())
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(chart.y_label)
     for value, label in chart.horizontals:
@@ -184,7 +193,7 @@ def _bars(axes: Any, chart: Bars) -> None:
             color="#5a6078",
         )
     if len(chart.groups) > 1:
-        axes.legend(fontsize=8.5)
+        axes.figure.legend(loc="outside lower center", ncols=min(6, len(chart.groups)), fontsize=8.5)
 
 
 def _ridges(axes: Any, chart: Ridges) -> None:

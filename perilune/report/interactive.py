@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from perilune.explain.chart import Bars, Chart, Heatmap, LineChart, Ridges, Series
-from perilune.report.palette import SERIES
+from perilune.report.palette import KINDS, SERIES
 
 Figure = dict[str, Any]
 
@@ -119,6 +119,10 @@ def _heatmap(chart: Heatmap) -> Figure:
         "hoverongaps": False, "colorbar": {"title": {"text": chart.value_label, "side": "right"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": f"{chart.y_label} %{{y}}<br>{chart.x_label} %{{x}}<br>{chart.value_label} <b>%{{z:.3g}}</b><extra></extra>",
     }  # fmt: skip
+    if chart.names:
+        steps = [(number / len(chart.names), color) for number, color in enumerate(KINDS[: len(chart.names)])]
+        trace["colorscale"] = [[edge, color] for low, color in steps for edge in (low, low + 1 / len(chart.names))]
+        trace["colorbar"] |= {"tickvals": list(range(len(chart.names))), "ticktext": list(chart.names)}
     if chart.show_values:
         trace["texttemplate"] = "%{z:.2g}"
         trace["textfont"] = {"size": 11}

@@ -1,4 +1,4 @@
-"""Pictures of a server under load, from the files that `perilune bench serve --plots` and `perilune bench cache` write."""
+"""Pictures of a server under load and of its cache, from the files of `perilune bench serve` and `perilune bench cache`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from perilune.report.image import write_png
 
 KINDS = ("short", "medium", "long")
 _PERCENTILES = (50, 90, 99)
+_PAGE_KINDS = ("free", "tokens, cached", "tokens, in use", "state, cached", "state, in use")
 _ROWS = 48
 _COLUMNS = 60
 
@@ -23,25 +24,25 @@ def draw(folder: Path, *, cache_rows: Path | None = None) -> list[Path]:
     """Draw everything that the folder has data for, into the folder.
 
     Args:
-        folder: with the `serve-*.json` files of a benchmark.
+        folder: with the `serve-*.json` and `cache-*.json` files of a benchmark.
         cache_rows: results of `perilune bench cache`; the comparison of retention policies is made from them.
 
     Raises:
         RequestError: matplotlib is missing, or a file is none of the benchmark's.
     """
     pictures: dict[str, Chart | None] = {}
-    for path in sorted(folder.glob("serve-*.json")):
+    for path in sorted((*folder.glob("serve-*.json"), *folder.glob("cache-*.json"))):
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             name, outcomes = value["scenario"], value["outcomes"]
             pictures |= {
-                f"serve-{name}-first.png": percentiles(name, outcomes, "first"),
-                f"serve-{name}-each.png": percentiles(name, outcomes, "each"),
-                f"serve-{name}-hits.png": hits(name, outcomes),
-                f"serve-{name}-pages.png": page_map(name, outcomes),
+                f"{path.stem}-first.png": percentiles(name, outcomes, "first"),
+                f"{path.stem}-each.png": percentiles(name, outcomes, "each"),
+                f"{path.stem}-hits.png": hits(name, outcomes),
+                f"{path.stem}-pages.png": page_map(name, outcomes),
             }
         except (ValueError, KeyError, TypeError) as error:
-            raise RequestError(f"{path} is no result of perilune bench serve: {error!r}; remove it") from None
+            raise RequestError(f"{path} is no result of perilune bench: {error!r}; remove it") from None
     if cache_rows is not None and cache_rows.exists():
         pictures["retention.png"] = retention(cache_rows)
     return [write_png(chart, folder / name) for name, chart in pictures.items() if chart is not None]
@@ -87,7 +88,8 @@ def percentiles(name: str, outcomes: Mapping[str, Any], what: str) -> Bars | Non
 
 def hits(name: str, outcomes: Mapping[str, Any]) -> LineChart | None:
     """How far into its prompt each request of the first outcome hit: pages that were there, and states to go on from."""
-    events = next(iter(outcomes.values()))["events"]
+    outcome = next(iter(outcomes.values()))
+    events = outcome["events"]
     if not events:
         return None
     start = min(event["time"] for event in events)
@@ -103,13 +105,14 @@ def hits(name: str, outcomes: Mapping[str, Any]) -> LineChart | None:
             curve("prompt", "prompt_tokens", "dots"), curve("pages in the cache", "kv_tokens", "dots"),
             curve("hit: pages and state", "hit_tokens", "dots"),
         ],
-        x_label="seconds", y_label="tokens",
+        x_label=outcome.get("unit", "seconds"), y_label="tokens",
     )  # fmt: skip
 
 
 def page_map(name: str, outcomes: Mapping[str, Any]) -> Heatmap | None:
     """What the pages of the pool held over time; every n-th page where there are many."""
-    seen = next(iter(outcomes.values()))["pages"]
+    outcome = next(iter(outcomes.values()))
+    seen = outcome["pages"]
     if not seen:
         return None
     seen = seen[:: -(-len(seen) // _COLUMNS)]
@@ -118,11 +121,9 @@ def page_map(name: str, outcomes: Mapping[str, Any]) -> Heatmap | None:
     chosen = range(0, used, -(-used // _ROWS))
     matrix = np.array([[_value(one["pages"][page]) for one in seen] for page in chosen], dtype=float)
     return Heatmap(
-        title=f"Page map, trace {name}",
-        caption=f"Pages 0..{used - 1} of {pages}. 0 free, 1 tokens that are cached, 2 tokens in use, 3 state that is cached, "
-                "4 state in use.",
-        frames=[(name, matrix)], rows=[str(page) for page in chosen], columns=[f"{one['at']:.0f}" for one in seen],
-        x_label="seconds", y_label="page", value_label="0 free · 1 cached tokens · 2 tokens in use · 3 cached state · 4 state in use", limits=(0.0, 4.0),
+        title=f"Page map, trace {name}", caption=f"Pages 0..{used - 1} of {pages}; those behind were never used.",
+        frames=[("", matrix)], rows=[str(page) for page in chosen], columns=[f"{one['at']:.0f}" for one in seen],
+        x_label=outcome.get("unit", "seconds"), y_label="page", value_label="", names=_PAGE_KINDS,
     )  # fmt: skip
 
 
@@ -163,4 +164,4 @@ def _split(name: str) -> tuple[str, str]:
     """Trace with the size of its pool, and policy, of a row `cache_TRACE_POLICY_PAGES`."""
     trace, _, rest = name.removeprefix("cache_").partition("_")
     policy, _, pages = rest.rpartition("_")
-    return f"{trace}, {pages} pages", policy
+    return f"{trace}<br>{pages} pages", policy

@@ -13,7 +13,7 @@ import torch
 
 from perilune.errors import CheckpointError, ConfigError
 from perilune.serve.cache import RootKey, TokenChain
-from perilune.serve.cache.block_pool import BOUND, FREE, HELD, STATE, TOKENS
+from perilune.serve.cache.block_pool import BOUND, FREE, HELD, STATE, TOKENS, BlockPool
 from perilune.serve.cache.lease import Pin
 from perilune.serve.core import EngineCore
 from perilune.serve.engine import CacheEvent, EngineMetrics
@@ -180,16 +180,17 @@ class Administration:
     def page_map(self) -> list[dict[str, Any]]:
         """Of each page what it holds, whether running requests hold it, and whether it is cached."""
 
-        def look() -> list[dict[str, Any]]:
-            pool = self._core.cache.store.pool
-            marks = [pool.mark(page) for page in range(pool.pages)]
-            return [{"kind": _KINDS[m & 3], "held": bool(m & HELD), "cached": bool(m & BOUND)} for m in marks]
-
-        return self._core.call(look)
+        return self._core.call(lambda: describe_pages(self._core.cache.store.pool))
 
     def cache_events(self, since: int = 0) -> list[CacheEvent]:
         """How the last requests met the cache: those with a number above `since`, oldest first."""
         return self._core.call(lambda: [event for event in self._core.events if event.number > since])
+
+
+def describe_pages(pool: BlockPool) -> list[dict[str, Any]]:
+    """Of each page what it holds, whether running requests hold it, and whether it is cached."""
+    marks = [pool.mark(page) for page in range(pool.pages)]
+    return [{"kind": _KINDS[m & 3], "held": bool(m & HELD), "cached": bool(m & BOUND)} for m in marks]
 
 
 def metrics(core: EngineCore) -> EngineMetrics:

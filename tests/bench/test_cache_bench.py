@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from perilune.bench import cache as bench
+from perilune.bench.cache_details import MOMENTS, write_details
 from perilune.bench.cache_traces import TRACES
 from perilune.bench.harness import read
 from perilune.cli.main import main
 from perilune.config.presets import k3
 from perilune.errors import ConfigError
+from perilune.report.serving import hits, page_map
 from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain, cache_geometry
 from perilune.serve.cache.geometry import CacheGeometry
 
@@ -117,3 +119,15 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert len(json.loads(told.out)["rows"]) == 3 + 7 == len(read(results))
     assert "cache_agent_tail_60" in told.err and "prompt tokens" in told.err
+
+
+def test_a_watched_replay_makes_a_page_map_and_a_timeline(tmp_path):
+    files = write_details(tmp_path, scale=0.05, pages=200)
+    assert [file.stem for file in files] == [f"cache-{name}" for name in TRACES]
+    for file in files:
+        value = json.loads(file.read_text())
+        (outcome,) = value["outcomes"].values()
+        assert len(outcome["events"]) >= 200 and MOMENTS // 2 <= len(outcome["pages"]) < 2 * MOMENTS
+        assert all(event["hit_tokens"] <= event["kv_tokens"] < event["prompt_tokens"] for event in outcome["events"])
+        drawn, curves = page_map(value["scenario"], value["outcomes"]), hits(value["scenario"], value["outcomes"])
+        assert drawn.x_label == curves.x_label == "steps" and set(np.unique(drawn.frames[0][1])) >= {0.0, 1.0, 3.0}
