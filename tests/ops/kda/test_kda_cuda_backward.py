@@ -173,6 +173,12 @@ def test_gradients(name: str) -> None:
     assert all(error < LIMITS.get(n, 9e-3) for n, error in errors.items()), errors
 
 
+def test_a_pair_of_rows_counts_the_same_on_either_side() -> None:
+    """Else the difference is in the decay's gradient at every earlier row, and sums over rows show it."""
+    errors = Case(lengths=(64,) * 4).errors()
+    assert errors["A_log"] < 2e-3 and errors["dt_bias"] < 5e-3 and errors["g"] < 3.2e-3, errors
+
+
 @pytest.mark.parametrize("logit", [-15.0, 8.0])
 def test_gradients_of_any_size_keep_their_precision(logit: float) -> None:
     """A loss averaged over a million tokens has cotangents of 1e-9; with a gate that stays open these meet every factor."""

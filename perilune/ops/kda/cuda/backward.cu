@@ -12,6 +12,10 @@
 //     d_query the same of beta dL and -E S;  d_key of a block = 1 / up (2^step F (((U dS F_3 + ...) F_2 + ...)) + own pairs)
 //     dG    = q d_q + k (d_query - d_key);  dg = its sum from the chunk's end + sum U dS k + gamma sum S dS
 //
+// A pair of rows adds p_ij = dP_ij (q_i up_i) (k_j / up_j) to dG of row i and takes it from that of row j. The two must be one
+// number, or dg of every earlier row keeps their difference: so the q and k of these terms of dG are the operands as they were
+// rounded, on either side, and not q and k themselves. Terms through a state have no other side and are not rounded.
+//
 // One block of threads goes through chunks and heads with the stride of the grid. Each of its warps owns 16 rows by 32 key
 // channels. The next chunk's inputs are under way while this one is computed: dO, E and S from where their products are
 // done, the others from where the last product is.
@@ -110,7 +114,7 @@ KERNEL(THREADS, 1) backward(
         ask_first(m.next);
 
         // Where q and k read.
-        reads(m, d_q, d_k, shift);
+        reads(m, d_q, d_k, d_G, own, scale, shift);
         {
             const Place p = here(m);
             float along[2] = {};
@@ -119,17 +123,17 @@ KERNEL(THREADS, 1) backward(
                 const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
                 const float diagonal = m.diagonal[p.row + h] * m.q_rstd[p.row + h] * m.k_rstd[p.row + h];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < 4; j++) {
+                    const u32 q_up = *(const u32*)(m.q + own_at(p, h, j)), k_up = *(const u32*)(m.k + own_at(p, h, j));
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
                         const float q_raw = own.q_at(j, i), k_raw = own.k_at(j, i);
-                        d_q[j][i] *= own.up[j][i] * of_q;
-                        d_k[j][i] *= own.up[j][i] * of_k;
-                        d_G[j][i] = fmaf(q_raw, d_q[j][i], k_raw * d_k[j][i]);
-                        d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i]);
-                        d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i]);
+                        d_G[j][i] += fmaf(half_of(q_up, i & 1), d_q[j][i], half_of(k_up, i & 1) * d_k[j][i]);
+                        d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i] * (own.up[j][i] * of_q));
+                        d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i] * (own.up[j][i] * of_k));
                         along[h] = fmaf(d_q[j][i], q_raw, along[h]);
                     }
+                }
             }
             put_along(m.along[0], along, p);
             if (L2) sync_rows(p);
@@ -139,14 +143,10 @@ KERNEL(THREADS, 1) backward(
         }
 
         // Where k writes.
-        float down[4][4], d_key[4][4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) down[j][i] = reciprocal(own.up[j][i]);
+        float d_key[4][4] = {};
         through_state(d_key, m.u, m.ds, here(m));
-        tail(m, d_key, own, down, shift);
-        writes(m, d_key, shift);
+        tail(m, d_key, d_G, own, shift);
+        writes(m, d_key, d_G, shift);
         float after[4][2];  // sums of dG over the rows of the block after this thread's
         u32 logits[2][4];
         {
@@ -158,11 +158,12 @@ KERNEL(THREADS, 1) backward(
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     logits[h][j] = *(const u32*)(m.g + own_at(p, h, j));
+                    const u32 near = *(const u32*)(m.near + own_at(p, h, j));
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
-                        const float k_raw = own.k_at(j, i), d = d_key[j][i] * k_rstd * down[j][i];
-                        d_G[j][i] = fmaf(-k_raw, d, d_G[j][i]);
-                        d_k[j][i] += d;
+                        const float k_raw = own.k_at(j, i);
+                        d_G[j][i] = fmaf(-half_of(near, i & 1), d_key[j][i], d_G[j][i]);
+                        d_k[j][i] = fmaf(d_key[j][i] * k_rstd, reciprocal(own.up[j][i]), d_k[j][i]);
                         along[h] = fmaf(d_k[j][i], k_raw, along[h]);
                     }
                 }

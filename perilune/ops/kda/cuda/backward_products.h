@@ -82,14 +82,39 @@ DEVICE void through(Shared& m) {
 }
 
 // Of d_q and of d_k where k reads, which hold what comes through the state: the pairs of rows in this chunk, from the
-// earliest block of rows to their own.
-DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift) {
+// earliest block of rows to their own. d_G: what comes through the state, times by how much q up and -k up are more than the
+// operands.
+DEVICE void reads(
+    Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float (&d_G)[4][4], const Own& own, float scale, float shift
+) {
     const Place p = here(m);
-    const float unstep[2] = {exp2_fast(-shift * (2 * p.r + 1)), exp2_fast(-shift * (2 * p.r + 2))};
     const int at = left_at<CHUNK>(p.block, 0, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
-    scale_rows(d_q, unstep);
-    scale_rows(d_k, unstep);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 f = make_float2(1.0f, 1.0f);
+#pragma unroll 1
+        for (int i = 0; i < p.block; i++) {
+            const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
+            f.x *= one.x;
+            f.y *= one.y;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 q_up = *(const u32*)(m.q + own_at(p, h, j)), k_up = *(const u32*)(m.k + own_at(p, h, j));
+            const float unstep = exp2_fast(-shift * (2 * p.r + 1 + h));
+            const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int i = 2 * h + e;
+                const float up = own.up[j][i], q_more = fmaf(own.q_at(j, i) * of_q, up, -half_of(q_up, e));
+                const float k_more = fmaf(own.k_at(j, i) * of_k, up, -half_of(k_up, e));
+                d_q[j][i] *= unstep;
+                d_k[j][i] *= unstep;
+                d_G[j][i] = fmaf(d_q[j][i], q_more, d_k[j][i] * k_more) * (e ? f.y : f.x);
+            }
+        }
+    }
 #pragma unroll 1
     for (int i = 0; i < p.block; i++) {
         scale_columns(d_q, d_k, m.decay[i], p);
@@ -105,35 +130,41 @@ DEVICE void reads(Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float shift
 }
 
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
-DEVICE void tail(Shared& m, const float (&d_key)[4][4], const Own& own, const float (&down)[4][4], float shift) {
+// d_G: gets these products less those with the operand for later blocks.
+DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift) {
     const Place p = here(m);
-    float rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) rows[h] = m.k_rstd[p.row + h] * exp2_fast(shift * (2 * p.r + 1 + h));
-    float sum[4][2];
+    float sum[4][2] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float2 f = make_float2(1.0f, 1.0f);
 #pragma unroll 1
-        for (int i = BLOCKS - 1; i >= p.block; i--) {
+        for (int i = BLOCKS - 1; i > p.block; i--) {
             const float2 one = *(const float2*)&m.decay[i][p.channel(j)];
             f.x *= one.x;
             f.y *= one.y;
         }
+        const float2 to_end = *(const float2*)&m.decay[p.block][p.channel(j)];
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float factor = e ? f.y : f.x;  // before 1 / up: the product of the other two may pass the range
-            const float a = d_key[j][e] * rows[0] * factor * down[j][e];
-            const float b = d_key[j][2 + e] * rows[1] * factor * down[j][2 + e];
-            sum[j][e] = fmaf(a, own.k_at(j, e), b * own.k_at(j, 2 + e));
+        for (int h = 0; h < 2; h++) {
+            const float step = exp2_fast(shift * (2 * p.r + 1 + h)), of_k = m.k_rstd[p.row + h];
+            const u32 far = *(const u32*)(m.far + own_at(p, h, j));
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int i = 2 * h + e;
+                const float later = d_key[j][i] * (e ? f.y : f.x);
+                const float to = own.k_at(j, i) * of_k * reciprocal(own.up[j][i]) * (step * (e ? to_end.y : to_end.x));
+                sum[j][e] = fmaf(later, to, sum[j][e]);
+                d_G[j][i] = fmaf(later, half_of(far, e) - to, d_G[j][i]);
+            }
         }
     }
     const float one = column_sum(sum, p.lane);
     m.tail[p.block][column_of(p.w, p.lane)] = one;
 }
 
-// The pairs of rows in this chunk, from the last block of rows to their own.
-DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
+// The pairs of rows in this chunk, from the last block of rows to their own. d_G: gets by how much k as an operand of later
+// blocks, times what they read of it, is more than k as an operand of its own block times the same.
+DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], float shift) {
     const Place p = here(m);
     const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
@@ -145,9 +176,22 @@ DEVICE void writes(Shared& m, float (&d_key)[4][4], float shift) {
         load_matrices_transposed(a, m.eu + at + i * (32 * CHUNK));
         add_products(d_key, a, m.k + i * (32 * K), right);
     }
-    const float step[2] = {exp2_fast(shift * (2 * p.r + 1)), exp2_fast(shift * (2 * p.r + 2))};
-    scale_rows(d_key, step);
-    scale_columns(d_key, m.decay[p.block], p);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float step = exp2_fast(shift * (2 * p.r + 1 + h));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
+            const u32 far = *(const u32*)(m.far + own_at(p, h, j)), near = *(const u32*)(m.near + own_at(p, h, j));
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int i = 2 * h + e;
+                const float later = d_key[j][i], factor = step * (e ? f.y : f.x);
+                d_G[j][i] = fmaf(-later, fmaf(-half_of(near, e), factor, half_of(far, e)), d_G[j][i]);
+                d_key[j][i] = later * factor;
+            }
+        }
+    }
     load_matrices_transposed(a, m.dp + at + p.block * (32 * CHUNK));
     add_products(d_key, a, m.q + p.block * (32 * K), right);
     load_matrices_transposed(a, m.eu + at + p.block * (32 * CHUNK));

@@ -80,13 +80,6 @@ DEVICE void scale_columns(float (&x)[4][4], float (&y)[4][4], const float* facto
     }
 }
 
-DEVICE void scale_rows(float (&x)[4][4], const float (&factor)[2]) {
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[j][i] *= factor[i >> 1];
-}
-
 DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two); }
 
 // What a thread keeps of its 2 rows and 8 channels, from the raw inputs to the gradients: q and k before the L2 norm. A
