@@ -9,31 +9,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kda_chunk_gpu import BOUNDED, LOW, make, relative_error, run
+from test_kda_chunk_gpu import BOUNDED, LIMITS, LOW, as_text, errors_of, make, relative_error, run
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
 
 from perilune.ops.choice import force
+from perilune.ops.cuda import Kernel
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference
-from perilune.ops.kda.cuda import prepare as stage
 from perilune.ops.kda.triton import launch
 
 
 @pytest.fixture(autouse=True)
-def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every call takes the CUDA kernel; a test that fell back to Triton would show nothing."""
-    runs = stage.run
-    seen = []
-
-    def counted(*arguments: object) -> None:
-        seen.append(1)
-        runs(*arguments)
-
-    monkeypatch.setattr(launch.cuda_prepare, "run", counted)
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Every call takes the CUDA kernels; a test that fell back to Triton would show nothing."""
+    seen: set[str] = set()
+    runs = Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda self, *args: (seen.add(self.entry), runs(self, *args))[1])
     with force("triton"):
-        yield
-    assert seen, "the CUDA kernel did not run"
+        yield seen
+    assert {"prepare", "scan"} <= seen, "the CUDA kernels did not run"
 
 
 def check(inputs: dict[str, Tensor], limit: float = 4.3e-3, **options: object) -> None:
@@ -56,8 +51,11 @@ def test_value_heads_and_packed_sequences() -> None:
     check(make(1, 500, 2, 4, sequences=4), **BOUNDED, cu_seqlens=torch.tensor([0, 100, 100, 229, 500]))
 
 
-def test_across_segments() -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_across_segments(width: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "fastest", lambda *_: (10, width))
     check(make(1, 4500, 1, 1), **BOUNDED)
+    assert "summary" in _cuda
 
 
 @pytest.mark.parametrize("logit", [-40.0, -9.0, 40.0])
@@ -116,7 +114,14 @@ def test_a_stream_and_a_graph() -> None:
         assert torch.equal(halved, chunk_kda(**inputs, **BOUNDED)[0]) and not torch.equal(halved, expected)
 
 
-def test_gradients_are_repeatable() -> None:
-    inputs = make(1, 500, 2, 4)
+@pytest.mark.parametrize("segment", [2, 1000])
+def test_gradients(segment: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64, and the same bits again."""
+    monkeypatch.setattr(launch, "fastest", lambda *_: (segment, 128))
+    inputs = make(1, 700, 2, 4)
     first, second = run(chunk_kda, inputs, **BOUNDED), run(chunk_kda, inputs, **BOUNDED)
     assert all(torch.equal(first[n], second[n]) for n in first)
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **BOUNDED)
+    errors = errors_of(first, truth, inputs)
+    assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
+    assert {"scan_backward", "backward"} <= _cuda

@@ -44,25 +44,32 @@ def load(cubin: bytes, entry: str, device: int, shared_bytes: int) -> ctypes.c_v
     return function
 
 
+class Parameters:
+    """Where a kernel's parameters are laid out for the driver, which copies them at a launch; one launch at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = ctypes.create_string_buffer(size)
+        self._size = ctypes.c_size_t(size)
+        self.extra = (ctypes.c_void_p * 5)(
+            _BUFFER, ctypes.addressof(self.buffer), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+        )
+
+
 def launch(
-    function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, arguments: bytes, device: int
+    function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Parameters, device: int
 ) -> None:
-    """Queue a kernel on torch's current stream of `device`. `arguments` are laid out as the kernel's parameters.
+    """Queue a kernel on torch's current stream of `device`.
 
     Raises:
         CudaError: the launch was refused; what goes wrong later shows at the next synchronisation, as with torch.
     """
-    size = ctypes.c_size_t(len(arguments))
-    text = ctypes.c_char_p(arguments)
-    extra = (ctypes.c_void_p * 5)(
-        _BUFFER, ctypes.cast(text, ctypes.c_void_p), _BUFFER_SIZE, ctypes.addressof(size), _END
-    )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    # torch.cuda.current_stream makes an object around this number, which takes as long as the rest of the launch
+    stream = torch._C._cuda_getCurrentRawStream(device)
     call = _found().cuLaunchKernel
-    status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+    status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, parameters.extra)
     if status in _WRONG_CONTEXT:  # a thread of which torch has not yet asked anything
         _enter(device)
-        status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+        status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, parameters.extra)
     _checked(status, "cuLaunchKernel")
 
 

@@ -104,6 +104,7 @@ class Kernel:
         self.source, self.entry, self.threads, self.shared_bytes = source, entry, threads, shared_bytes
         self.defines = dict(defines or {})
         self._layout = struct.Struct("@" + parameters)
+        self._parameters = driver.Parameters(self._layout.size)
         self._lock = threading.RLock()
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._failed: dict[int, str] = {}
@@ -141,9 +142,7 @@ class Kernel:
         assert isinstance(first, Tensor)
         if 0 in grid:
             return
-        packed = self._layout.pack(
-            *(x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments)
-        )
+        values = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments]
         sizes = (*grid, 1, 1)[:3]
         if first.is_cuda:
             index = first.get_device()
@@ -152,12 +151,15 @@ class Kernel:
                 reason = self.unavailable_reason(first.device)
                 assert reason is None, reason
                 function = self._functions[index]
-            driver.launch(function, sizes, self.threads, self.shared_bytes, packed, index)
+            with self._lock:
+                self._layout.pack_into(self._parameters.buffer, 0, *values)
+                driver.launch(function, sizes, self.threads, self.shared_bytes, self._parameters, index)
             return
         assert _emulated.get(), "CPU tensors outside `emulated()`"
         with self._lock:  # the emulator runs one grid at a time
             if self._library is None:
                 self._library = emulator.load(self.source, self.entry, self._headers(), self.defines)
+            packed = self._layout.pack(*values)
             emulator.launch(self._library, sizes, self.threads, self.shared_bytes, packed, _backwards.get())
 
     def compiled(self, capability: tuple[int, int] = TARGET) -> tuple[bytes, str]:

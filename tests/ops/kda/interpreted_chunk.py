@@ -14,7 +14,7 @@ from perilune.ops.cuda import Kernel, emulated, emulator
 from perilune.ops.kda import chunk_kda, chunk_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
-from perilune.ops.kda.triton import configs, launch, plan
+from perilune.ops.kda.triton import configs, launch
 
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 
@@ -31,13 +31,9 @@ def _slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut sequences as if the device were large and hungry."""
-    monkeypatch.setattr(plan, "LEAST_SEGMENT", 1)
-    monkeypatch.setattr(launch, "units", lambda device: 100)
-    plan.plan.cache_clear()
-    yield
-    plan.plan.cache_clear()
+def segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut sequences into segments of one chunk."""
+    monkeypatch.setattr(launch, "fastest", lambda offsets, heads, value_dim, *_: (1, value_dim))
 
 
 def transposed_state(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,7 +122,7 @@ def test_gradients_do_not_depend_on_segments(segments: None) -> None:
     inputs["g"] -= 9.0  # half-lives of hundreds of tokens, or nothing would pass from one segment to the next
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 250, 330]), "state_v_first": True}
     args = check(**inputs, **options)
-    assert launch.planned(launch.Setting.of(args, False), 1, 16, torch.device("cpu")).unit_count == 6
+    assert launch.planned(launch.Setting.of(args, False), 1, 32, 16, torch.device("cpu"), False).unit_count == 6
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **options), reference(inputs, **options), 1e-4)
 
 

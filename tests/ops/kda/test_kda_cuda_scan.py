@@ -43,14 +43,15 @@ class Case(NamedTuple):
 
 def case(
     offsets: tuple[int, ...], device: str, heads: int = 2, key_dim: int = 128, value_dim: int = 128, width: int = 128,
-    slots: int = 1,
+    segment: int = 1000,
 ) -> Case:  # fmt: skip
+    """`segment`: its chunks."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    p = plan(offsets, heads, value_dim, width, slots, torch.device(device))
+    p = plan(offsets, segment, width, torch.device(device))
     chunks = p.chunk_count
     wide = ((normal(chunks, heads, CHUNK, key_dim) / 10).bfloat16() for _ in range(3))
     square = ((normal(chunks, heads, CHUNK, CHUNK) / 10).tril().bfloat16() for _ in range(2))
@@ -127,24 +128,14 @@ def test_ragged_sequences(key_dim: int, value_dim: int, width: int, device: str)
     assert torch.equal(plain.o, kept.o) and torch.equal(plain.final, kept.final)
 
 
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Segments of any length."""
-    monkeypatch.setattr("perilune.ops.kda.triton.plan.LEAST_SEGMENT", 1)
-    plan.cache_clear()
-    yield
-    plan.cache_clear()
-
-
 def blank(c: Case, key_dim: int = 128) -> Tensor:
     """A state a unit, NaN."""
     return torch.full((c.p.unit_count, *c.state.shape[1:3], key_dim), NAN, device=c.v.device)
 
 
-@pytest.mark.usefixtures("segments")
 def test_segments_from_their_entry_states(device: str) -> None:
     """The kernel and its summaries: folded in float64 they give the state at every cut, from which the segments run."""
-    c = case((0, 450), device, slots=6)
+    c = case((0, 450), device, segment=2)
     units, M, N = c.p.unit_count, blank(c), blank(c)
     assert units == 4
     stage.summary(c.v, c.x, c.p, c.state, state_strides(c.state, True), M, N)
@@ -219,9 +210,8 @@ def test_cotangents_of_ragged_sequences(key_dim: int, value_dim: int, width: int
     assert torch.equal(scan_back(c, v_first=False).entering, scan_back(c).entering)
 
 
-@pytest.mark.usefixtures("segments")
 def test_cotangents_of_segments(device: str) -> None:
-    c = case((0, 450), device, slots=6)
+    c = case((0, 450), device, segment=2)
     M, N, forward = blank(c), blank(c), blank(c)
     stage.summary(c.v, c.x, c.p, None, (0,) * 4, M, forward)
     scan_backward.scan(c.v, c.x, c.p, c.state, state_strides(c.state, True), False, N, (0,) * 4, None, None)

@@ -9,7 +9,7 @@ import torch
 
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.triton import support
-from perilune.ops.kda.triton.plan import CHUNK, LEAST_SEGMENT, plan
+from perilune.ops.kda.triton.plan import CHUNK, LEAST_SEGMENT, fastest, plan
 
 CPU = torch.device("cpu")
 
@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "offsets", [(0, 0), (0, 1), (0, 64, 64, 129), (0, 10_000, 10_003, 90_000), tuple(range(0, 9 * 2048, 2048))]
 )
-@pytest.mark.parametrize("slots", [1, 132, 10_000])
-def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], slots: int) -> None:
-    p = plan(offsets, 12, 128, 128, slots, CPU)
+@pytest.mark.parametrize("target", [1, 7, 100_000])
+def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], target: int) -> None:
+    p = plan(offsets, target, 128, CPU)
     tokens = [t for start, count in p.chunks.tolist() for t in range(start, start + count)]
     assert tokens == list(range(offsets[-1]))
     assert all(1 <= count <= CHUNK for _, count in p.chunks.tolist())
@@ -32,18 +32,35 @@ def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], slots
     assert p.split == any(count > 1 for _, count in p.sequences.tolist())
 
 
-def test_segments_fill_the_device_but_are_not_short() -> None:
-    counts = [
-        plan((0, length), heads, 128, 128, 132, CPU).unit_count
-        for length, heads in ((8192, 96), (65_536, 12), (8192, 12))
-    ]
-    assert counts == [1, 11, 8192 // CHUNK // LEAST_SEGMENT]
-    lengths = [count for _, count, *_ in plan((0, 65_536), 12, 128, 128, 132, CPU).units.tolist()]
-    assert max(lengths) - min(lengths) <= 1
+def chosen(length: int, heads: int, rows: int = 1, in_cuda: bool = True) -> tuple[int, int]:
+    """Units of a sequence, and value channels of a program, on 132 multiprocessors."""
+    target, width = fastest(tuple(range(0, (rows + 1) * length, length)), heads, 128, 128, in_cuda, 132)
+    return plan((0, length), target, width, CPU).unit_count, width
+
+
+@pytest.mark.parametrize("in_cuda", [True, False])
+def test_sequences_are_cut_where_that_fills_the_device(in_cuda: bool) -> None:
+    assert chosen(8192, 96, in_cuda=in_cuda) == (1, 128)
+    assert chosen(2048, 32, rows=8, in_cuda=in_cuda) == (1, 128)
+    assert all(chosen(65_536, heads, in_cuda=in_cuda)[0] > 1 for heads in (1, 12, 32))
+    few, width = chosen(8192, 12, in_cuda=in_cuda)
+    assert 1 < few <= 8192 // CHUNK // LEAST_SEGMENT and width <= 128
+    lengths = [count for _, count, *_ in plan((0, 65_536), 93, 128, CPU).units.tolist()]
+    assert len(lengths) == 11 and max(lengths) - min(lengths) <= 1
+
+
+def test_narrow_programs_where_there_are_few_heads_and_too_little_to_cut() -> None:
+    assert chosen(1024, 8) == (1, 64) and chosen(1024, 8, in_cuda=False) == (1, 128)
+
+
+def test_a_plan_of_many_sequences_is_quick() -> None:
+    offsets = tuple(range(0, 3_000_000, 1500))
+    assert fastest(offsets, 32, 128, 128, True, 132)[1] == 128
+    assert not plan((0, 0), *fastest((0, 0), 4, 64, 64, True, 132), CPU).unit_count - 1
 
 
 def test_t20_chunks_start_anew_with_each_sequence() -> None:
-    starts = [start for start, _ in plan((0, 70, 200), 1, 128, 128, 1, CPU).chunks.tolist()]
+    starts = [start for start, _ in plan((0, 70, 200), 100, 128, CPU).chunks.tolist()]
     assert starts == [0, 64, 70, 134, 198]
     assert all(b > a for a, b in pairwise(starts))
 

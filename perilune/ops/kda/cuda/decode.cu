@@ -10,14 +10,14 @@
 // way to registers, all of it at once: one after another, these small loads would take longer than the state. Both sums
 // over k are taken from the decayed state before the write, since S' q = S q + u (k . q).
 //
-// Each warp owns V / 8 rows of S; K / 4 lanes share a row, four numbers each. The 2 M sums of a warp's rows are folded
+// Each warp owns V / WARPS rows of S; K / 4 lanes share a row, four numbers each. The 2 M sums of a warp's rows are folded
 // over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums.
 //
-// Macros: KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
+// Macros: THREADS (256 or 512), KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
 // (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first).
 #include "device.h"
 
-constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
+constexpr int K = KEY_DIM, V = VALUE_DIM, WARPS = THREADS / 32, STAGES = 3;
 constexpr int ACROSS = K / 4;               // lanes of a row
 constexpr int SIDE = 32 / ACROSS;           // rows that a warp holds side by side
 constexpr int M = V / WARPS / SIDE;         // rows of a lane

@@ -74,8 +74,8 @@ scan(
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
 
         arrive();
-        fetch_first(n + 2, before(slot));
         find_writes(u, s, memory + slot * SLOT, p, true, [&] {
+            fetch_first(n + 2, before(slot));
             if (n > 0) leave_outputs(out, n - 1);
             if (KEEP) {
                 sync_group(p);
@@ -85,7 +85,6 @@ scan(
 
         slot = after(slot);
         arrive();
-        fetch_second(n + 2, before(slot));
         const u8* const half = memory + slot * SLOT;
         float d[32];
         decay(state, half, p.lane);
@@ -94,6 +93,7 @@ scan(
         times_wide(d, s, half + OTHER_AT * BLOCK);
         times_square(d, u, half + OTHER_SQUARE_AT * BLOCK, true);
         products_commit();
+        fetch_second(n + 2, before(slot));
         if (KEEP) {
             stage(staged, u, p);
             sync_group(p);

@@ -72,7 +72,6 @@ scan_backward(
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
         arrive();
-        fetch_first(n - 2, before(slot));
         const u8* half = memory + slot * SLOT;
         float d[32];
 #pragma unroll
@@ -81,6 +80,7 @@ scan_backward(
         times_wide(d, s, half);
         times_rows(d, o, half + SQUARE_AT * BLOCK, true);
         products_commit();
+        fetch_first(n - 2, before(slot));
         if (!SUMMARY) leave_state(dS + (tile(n) * value_dim + column) * K, s, staged, p);
         products_wait<0>();
         held(s);
@@ -91,7 +91,6 @@ scan_backward(
 
         slot = after(slot);
         arrive();
-        fetch_second(n - 2, before(slot));
         half = memory + slot * SLOT;
         decay(state, half, p.lane);
         products_begin();
@@ -99,6 +98,7 @@ scan_backward(
         products_commit();
         times_rows(state, o, half, true);
         products_commit();
+        fetch_second(n - 2, before(slot));
         products_wait<1>();
         held(u);
         held(d);

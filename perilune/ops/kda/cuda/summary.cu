@@ -65,16 +65,15 @@ summary(
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
         arrive();
-        fetch_first(n + 2, before(slot));
-        find_writes(u, s, memory + slot * SLOT, p, values, [] {});
+        find_writes(u, s, memory + slot * SLOT, p, values, [&] { fetch_first(n + 2, before(slot)); });
 
         slot = after(slot);
         arrive();
-        fetch_second(n + 2, before(slot));
         decay(state, memory + slot * SLOT, p.lane);
         products_begin();
         times_rows(state, u, memory + slot * SLOT, true);
         products_commit();
+        fetch_second(n + 2, before(slot));
         products_wait<0>();
         held(state);
         held(u);

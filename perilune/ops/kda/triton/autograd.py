@@ -15,7 +15,7 @@ from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
 from perilune.ops.kda.triton.backward_fast import gradients_kernel, pairs_kernel, products_kernel
-from perilune.ops.kda.triton.launch import Prepared, Setting, flat, forward, state_strides
+from perilune.ops.kda.triton.launch import Forward, Prepared, Setting, flat, forward, state_strides
 from perilune.ops.kda.triton.plan import CHUNK, Plan
 from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel
@@ -23,9 +23,22 @@ from perilune.ops.kda.triton.segments import fold_kernel
 
 def kda_triton(args: Arguments) -> tuple[Tensor, Tensor | None]:
     """Run the kernels. Returns `(o [B, T, HV, V] in q's dtype, final state in the caller's layout or None)`."""
-    inputs = (args.q, args.k, args.v, args.g, args.beta, args.A_log, args.dt_bias, args.initial_state)
+    A_log, dt_bias = (None if t is None else t.contiguous() for t in (args.A_log, args.dt_bias))
+    inputs = (args.q, args.k, args.v, args.g, args.beta, A_log, dt_bias, args.initial_state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return _Function.apply(*inputs, Setting.of(args, keep))
+    setting = Setting.of(args, keep)
+    if keep:
+        return _Function.apply(*inputs, setting)
+    found = _forward(*inputs, setting)
+    return found.o.view(args.v.shape), found.final
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor | None, s: Setting,
+) -> Forward:  # fmt: skip
+    with torch.cuda.device_of(q):
+        return forward(flat(q), flat(k), flat(v), flat(g), flat(beta), A_log, dt_bias, state, s)
 
 
 class _Function(torch.autograd.Function):
@@ -34,13 +47,9 @@ class _Function(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None, s: Setting,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        A_log, dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
-        with torch.cuda.device_of(q):
-            f = forward(*(flat(t) for t in (q, k, v, g, beta)), A_log, dt_bias, state, s)
-        if s.keep:
-            ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *f.x, f.U, f.S, f.M)
-            ctx.has_state, ctx.plan = state is not None, f.plan
-        ctx.setting = s
+        f = _forward(q, k, v, g, beta, A_log, dt_bias, state, s)
+        ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *f.x, f.U, f.S, f.M)
+        ctx.has_state, ctx.plan, ctx.setting = state is not None, f.plan, s
         return f.o.view(v.shape), f.final
 
     @staticmethod

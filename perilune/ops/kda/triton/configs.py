@@ -25,8 +25,3 @@ SLAB = (
 SUMMARY = launch(4, 2)
 SUMMARY_BLOCK = 64  # columns of a program; 128 in 8 warps reads half as much and takes as long (docs/kernels-log.md)
 FOLD = launch(4)
-
-
-def value_block(value_dim: int) -> int:
-    """Value channels of a program of the serial kernels: a whole head, so that nothing is read twice."""
-    return min(value_dim, 128)

@@ -12,7 +12,7 @@ from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.triton import configs
-from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
+from perilune.ops.kda.triton.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
@@ -165,7 +165,7 @@ def forward(
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
     in_cuda = cuda_scan.unsuitable(v, key_dim, operand_dtype(q.dtype), q.dtype) is None
-    p = planned(s, heads, value_dim, v.device)
+    p = planned(s, heads, key_dim, value_dim, v.device, in_cuda)
     x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
     entry = enter(v, x, state, p, s, in_cuda)
     o = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
@@ -190,6 +190,6 @@ def forward(
     return Forward(o, final, x, U, S, entry.M, p)
 
 
-def planned(s: Setting, heads: int, value_dim: int, device: torch.device) -> Plan:
-    """The plan for these sequences."""
-    return plan(s.offsets, heads, value_dim, configs.value_block(value_dim), units(device), device)
+def planned(s: Setting, heads: int, key_dim: int, value_dim: int, device: torch.device, in_cuda: bool) -> Plan:
+    """The plan for these sequences: the fastest by what the kernels were measured to take."""
+    return plan(s.offsets, *fastest(s.offsets, heads, value_dim, key_dim, in_cuda, units(device)), device)

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK = 64
 LEAST_SEGMENT = 32  # chunks: finding a segment's effect costs as much as running it, a shorter one would not pay
+
+
+class Steps(NamedTuple):
+    """What the serial kernels take, in microseconds, measured on one H200 (docs/kernels-log.md).
+
+    Attributes:
+        scan: a chunk of the scan, by the value channels of a program.
+        summary: a chunk of a segment's effect, 128 columns.
+        fold: a segment of the fold.
+        scan_bytes: the memory's part of a chunk of a head, which many programs at once cannot undercut.
+        summary_bytes: likewise.
+    """
+
+    scan: dict[int, float]
+    summary: float
+    fold: float
+    scan_bytes: float
+    summary_bytes: float
+
+
+CUDA = Steps(scan={128: 2.5, 64: 1.67}, summary=1.5, fold=7.0, scan_bytes=0.0243, summary_bytes=0.014)
+TRITON = Steps(scan={128: 3.5, 64: 2.9}, summary=2.5, fold=7.0, scan_bytes=0.031, summary_bytes=0.03)
 
 
 @dataclass(frozen=True)
@@ -42,41 +66,88 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan(offsets: tuple[int, ...], heads: int, value_dim: int, width: int, slots: int, device: torch.device) -> Plan:
-    """Cut the sequences with boundaries `offsets` into chunks and, if that fills the device better, into segments.
+def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
+    """Cut the sequences with boundaries `offsets` into chunks and into segments.
 
     Args:
         offsets: N+1 token boundaries.
-        heads: value heads.
-        value_dim: value channels of a head.
-        width: of these, what a program of the serial kernels takes.
-        slots: programs that the device runs at once; a segment is about total work / slots long.
+        target: chunks of a segment, at least; a sequence shorter than two of them stays whole.
+        width: see `Plan`.
         device: of the tables.
     """
-    programs_per_unit = heads * (value_dim // width)
-    lengths = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
-    target = max(LEAST_SEGMENT, sum(lengths) * programs_per_unit // slots)
     chunks, units, sequences = [], [], []
     for n, (begin, end) in enumerate(pairwise(offsets)):
-        count = lengths[n]
-        pieces = max(1, count // target)
-        sequences.append((len(units), pieces))
-        base = len(chunks)
-        for piece in range(pieces):
-            low, high = piece * count // pieces, (piece + 1) * count // pieces
-            units.append(
-                (
-                    base + low,
-                    high - low,
-                    begin + low * CHUNK,
-                    end,
-                    n if piece == 0 else -1,
-                    n if piece == pieces - 1 else -1,
-                )
-            )
+        count = -(-(end - begin) // CHUNK)
+        cuts = _cuts(count, target)
+        sequences.append((len(units), len(cuts) - 1))
+        base, last = len(chunks), len(cuts) - 2
+        for piece, (low, high) in enumerate(pairwise(cuts)):
+            begins, ends = (n if piece == edge else -1 for edge in (0, last))
+            units.append((base + low, high - low, begin + low * CHUNK, end, begins, ends))
         chunks.extend((t, min(CHUNK, end - t)) for t in range(begin, end, CHUNK))
 
     def table(rows: list[tuple[int, ...]], width: int) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(device)
 
     return Plan(table(chunks, 2), table(units, 6), table(sequences, 2), len(units) > len(sequences), width)
+
+
+@lru_cache(maxsize=64)
+def fastest(
+    offsets: tuple[int, ...], heads: int, value_dim: int, key_dim: int, in_cuda: bool, slots: int
+) -> tuple[int, int]:
+    """The `target` and `width` that should take least time.
+
+    Args:
+        offsets: N+1 token boundaries.
+        heads: value heads.
+        value_dim: value channels of a head.
+        key_dim: key channels.
+        in_cuda: whether the CUDA kernels run, else the Triton ones.
+        slots: programs that the device runs at once.
+    """
+    counts = Counter(-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets))
+    total, longest = sum(length * n for length, n in counts.items()), max(counts)
+    steps, columns = CUDA if in_cuda else TRITON, max(1, (value_dim + key_dim) // 128)
+    widths = [w for w in steps.scan if w <= value_dim and (in_cuda or w == min(value_dim, 128))] or [value_dim]
+
+    def time(width: int, target: int) -> float:
+        scanned, summaries, pieces = Counter[int](), Counter[int](), 1
+        for length, n in counts.items():
+            cuts = _cuts(length, target)
+            pieces = max(pieces, len(cuts) - 1)
+            sizes = [high - low for low, high in pairwise(cuts)]
+            for place, size in enumerate(sizes):
+                scanned[size] += n * heads * (value_dim // width)
+                if place < len(sizes) - 1:  # the first one needs no M, the last one nothing
+                    summaries[size] += n * heads * (columns if place else -(-columns // 2))
+        found = max(steps.scan.get(width, 1.0) * _makespan(scanned, slots), steps.scan_bytes * total * heads)
+        if pieces > 1:
+            work = sum(size * n for size, n in summaries.items()) / columns
+            found += max(steps.summary * _makespan(summaries, slots), steps.summary_bytes * work) + steps.fold * pieces
+        return found
+
+    options = []
+    for width in widths:
+        enough = total * heads * (value_dim // width) >= longest * slots  # whole sequences fill the device
+        most = 1 if enough else max(1, min(slots, longest // LEAST_SEGMENT))
+        options += [
+            (time(width, target), target, width) for target in {max(1, longest // n) for n in range(1, most + 1)}
+        ]
+    _, target, width = min(options)
+    return target, width
+
+
+def _makespan(programs: Counter[int], slots: int) -> int:
+    """Chunks until all are done, if programs of these lengths start in waves, the longest ones first."""
+    done = before = 0
+    for length, n in sorted(programs.items(), reverse=True):
+        done += length * (-(-(before + n) // slots) - -(-before // slots))
+        before += n
+    return done
+
+
+def _cuts(count: int, target: int) -> list[int]:
+    """Boundaries of the segments of a sequence of `count` chunks."""
+    pieces = max(1, count // target)
+    return [piece * count // pieces for piece in range(pieces + 1)]
