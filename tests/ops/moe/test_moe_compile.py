@@ -30,7 +30,9 @@ SHARED = 227 * 1024  # bytes that a program can have
 SITU = (4.0, 25.0)
 
 
-def calls(dtype: torch.dtype, tiles: configs.Config, L: int = L, F: int = F) -> dict[str, tuple[Callable[[], object], int]]:
+def calls(
+    dtype: torch.dtype, tiles: configs.Config, L: int = L, F: int = F
+) -> dict[str, tuple[Callable[[], object], int]]:
     """A call for each kernel, and the bytes that it may spill."""
     slots = N * A
 
@@ -77,7 +79,7 @@ def test_experts_of_few_rows_and_float32(tiles: tuple[torch.dtype, configs.Confi
 def test_products_of_one_step() -> None:
     """Sizes of `nano`. The loop over a product's depth folds away; the loop over tiles must not take its pipeline."""
     narrow = calls(torch.bfloat16, configs.HALF[128], 64, 64)
-    for name in ("hidden", "down", "back", "weights"):
+    for name in ("hidden", "down", "back", "back, two pairs"):
         check(*narrow[name])
 
 

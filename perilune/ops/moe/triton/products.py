@@ -4,8 +4,8 @@ Matrices come as descriptors of the tensor copy engine: what lies outside of one
 weights `[E, M, K]` are one matrix of E M rows; a tile at the end of an expert's rows may read into the next expert's: such
 columns lie outside of the result, and such depths meet zeros of the other operand.
 
-The loops over tiles are not pipelined (`num_stages=1`): where a product is one step deep its loop folds away, and the
-compiler would take the loop over tiles for the one to pipeline, with a buffer of each stage for the result as well.
+Where a product is one step deep its loop folds away, and the compiler would pipeline the loop over tiles in its place,
+with a buffer of the result for each stage: more than there is. That loop is held to one stage then (OUTER).
 """
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
@@ -28,8 +28,9 @@ def glu_kernel(
 ):  # fmt: skip
     """h = glu(x W1^T, x W3^T); or, without h, the two products."""
     columns: tl.constexpr = (F + BN - 1) // BN
+    OUTER: tl.constexpr = 1 if L <= BK else None
     tiles = tl.load(start + experts) * columns
-    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=1):
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=OUTER):
         expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
         row, column = m * BM, n * BN
         a = tl.zeros([BM, BN], tl.float32)
@@ -53,8 +54,9 @@ def down_kernel(
 ):  # fmt: skip
     """y = p h W2^T, p the row's mixing weight."""
     columns: tl.constexpr = (L + BN - 1) // BN
+    OUTER: tl.constexpr = 1 if F <= BK else None
     tiles = tl.load(start + experts) * columns
-    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=1):
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=OUTER):
         expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
         row, column = m * BM, n * BN
         total = tl.zeros([BM, BN], tl.float32)
@@ -73,8 +75,9 @@ def back_kernel(
 ):  # fmt: skip
     """y = first W, plus second V where there is one; an expert's W and V are `[K, N]`."""
     columns: tl.constexpr = (N + BN - 1) // BN
+    OUTER: tl.constexpr = 1 if K <= BK else None
     tiles = tl.load(start + experts) * columns
-    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=1):
+    for tile in tl.range(trips(tl.program_id(0)), trips(tiles), trips(tl.num_programs(0)), num_stages=OUTER):
         expert, m, n = place_of_tile(tile, expert_of_tile, start, columns, GROUP)
         row, column = m * BM, n * BN
         total = tl.zeros([BM, BN], tl.float32)
@@ -94,7 +97,7 @@ def weight_kernel(
     """dW `[E, M, N]` = left^T right over the rows of each expert; zeros for an expert without rows."""
     rows: tl.constexpr = (M + BM - 1) // BM
     columns: tl.constexpr = (N + BN - 1) // BN
-    for tile in tl.range(trips(tl.program_id(0)), trips(experts * (rows * columns)), trips(tl.num_programs(0)), num_stages=1):
+    for tile in tl.range(trips(tl.program_id(0)), trips(experts * (rows * columns)), trips(tl.num_programs(0))):
         expert, inside = tile // (rows * columns), tile % (rows * columns)
         group = inside // (GROUP * columns)
         size = tl.minimum(rows - group * GROUP, GROUP)
