@@ -261,6 +261,13 @@ template <int COUNT> DEVICE void registers_take() { asm volatile("setmaxnreg.inc
 // warp: whether it holds for some lane.
 DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
 
+// 16 bytes that nobody changes and nobody reads again soon.
+DEVICE uint4 load_once(const uint4* p) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(p)));
+    return v;
+}
 // 16 bytes that this kernel does not read again.
 DEVICE void store_once(void* p, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};"

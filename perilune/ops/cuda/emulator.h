@@ -87,6 +87,7 @@ struct Block {
     void (*enter)();
     jmp_buf scheduler, failure;
     char* message;
+    bool passed_on;  // the running warp gives way to the others
 };
 
 static Block block;
@@ -105,6 +106,12 @@ inline int number() { return int(current - threads.data()); }
 // Hand over to the scheduler until somebody clears `waiting`.
 __attribute__((noinline)) static void wait() {
     current->waiting = true;
+    if (!_setjmp(current->place)) _longjmp(block.scheduler, 1);
+}
+
+// Let the other warps run before this thread goes on.
+__attribute__((noinline)) static void pass_on() {
+    block.passed_on = true;
     if (!_setjmp(current->place)) _longjmp(block.scheduler, 1);
 }
 
@@ -195,8 +202,10 @@ inline void run_block() {
                     if (t.finished || t.waiting) continue;
                     resume(t);
                     ran = progress = true;
+                    if (block.passed_on) break;
                 }
-            } while (ran);
+            } while (ran && !block.passed_on);
+            block.passed_on = false;
         }
     } while (progress);
     for (int i = 0; i < block.threads; i++) {
@@ -240,6 +249,7 @@ inline int run(void (*kernel)(A...), const u8* buffer, size_t size, const u32* g
     block.enter = Call<A...>::enter;
     block.threads = count;
     block.order = order;
+    block.passed_on = false;
     block.grid = {grid[0], grid[1], grid[2]};
     block.shared_bytes = shared;
     std::vector<u8> memory(shared + 2 * GUARD + 1024);
@@ -496,6 +506,7 @@ inline void arrive(EmulatedPhase* phase) {
         waiter->second->waiting = false;
         waiter = waiters.erase(waiter);
     }
+    pass_on();  // so that what the arrival allowed happens before whatever its thread should have done first
 }
 }  // namespace emulator
 
@@ -526,4 +537,5 @@ inline bool any(bool x) {
     return emulator::current->words[0];
 }
 
+inline uint4 load_once(const uint4* p) { return *p; }
 inline void store_once(void* p, uint4 v) { memcpy(p, &v, 16); }
