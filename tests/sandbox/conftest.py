@@ -5,6 +5,7 @@ A file is run with every driver, or with those that its `TESTED_DRIVERS` names w
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -43,14 +44,17 @@ def driver(request, probe) -> str:
 
 @pytest.fixture(scope="session")
 def templates(tmp_path_factory) -> Path:
-    """What drivers build once; with the machines' templates it is what a session boots."""
-    return tmp_path_factory.mktemp("templates")
+    """What drivers build once; with the machines' templates it is what a session boots, whatever number of workers runs it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-templates"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _home(folder: Path, templates: Path) -> Path:
     for name in ("proc", "qemu"):
         (folder / name).mkdir(parents=True)
-        (templates / name).mkdir(exist_ok=True)
+        (templates / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "templates").symlink_to(templates / name)
     return folder
 
