@@ -233,22 +233,31 @@ class EngineCore:
         if plan is None:
             return False
         self._note_started(plan, began)
-        planned = time.perf_counter()
+        since = planned = time.perf_counter()
+        told: list[Sequence] = []  # whose answers are whole
+        drawn: dict[str, int] = {}
         try:
-            scores = self.runner.run(plan)
-            drawn = self._draw(plan, scores)
+            for stage in range(len(plan.stages)):
+                some = self._draw(plan, self.runner.run(plan, stage))
+                now = time.perf_counter()
+                self.scheduler.took(plan, stage, now - since)
+                told += self._tell(plan, some, now)
+                drawn |= {name: one.token_id for name, one in some.items()}
+                since = time.perf_counter()
         except Exception as error:
             self._fail(plan, error)
             return True
         ran = time.perf_counter()
-        self.scheduler.finish(plan, {name: one.token_id for name, one in drawn.items()})
+        self.scheduler.finish(plan, drawn)
+        for sequence in told:  # ended only now, so that what this step computed of them is cached
+            self.scheduler.end(sequence)
+            self._forget_whole(sequence)
         settled = time.perf_counter()
-        self._tell(plan, drawn, settled)
         totals = self.totals
         totals.steps += 1
         totals.generated += len(drawn)
         totals.scheduler_seconds += planned - began + settled - ran
-        totals.step_seconds += ran - planned + time.perf_counter() - settled
+        totals.step_seconds += ran - planned
         return True
 
     def _settle_refused(self) -> None:
@@ -272,11 +281,11 @@ class EngineCore:
                 )
 
     def _draw(self, plan: Plan, scores: Scores) -> dict[str, Drawn]:
-        """The next token of every row that ends with its last known one."""
+        """The next token of every row of a stage that ends with its last known one."""
         for row in plan.prefill:
             if row.sequence.name in scores.prompt:
                 self._score_prompt(row.sequence, row.chunk.start, scores.prompt[row.sequence.name])
-        rows = [row.sequence for row in plan.rows if row.draws]
+        rows = [row.sequence for row in plan.rows if row.draws and row.sequence.name in scores.logits]
         if not rows:
             return {}
         answers: list[Answer] = [sequence.content for sequence in rows]
@@ -295,34 +304,42 @@ class EngineCore:
             rows = logits_TZ[first - start - 1 :][: len(following)]
             answer.prompt_logprobs += token_logprobs(rows, following, [answer.params.prompt_logprobs] * len(following))
 
-    def _tell(self, plan: Plan, drawn: dict[str, Drawn], now: float) -> None:
-        """Hand out what was drawn; end answers and jobs that end here."""
+    def _tell(self, plan: Plan, drawn: dict[str, Drawn], now: float) -> list[Sequence]:
+        """Hand out what a stage has drawn; returns the sequences whose answers are whole with it."""
+        whole: list[Sequence] = []
         for row in plan.rows:
             sequence = row.sequence
             job = self._job_of.get(sequence.name)
-            if not row.draws or job is None:
+            if sequence.name not in drawn or job is None:
                 continue
             answer: Answer = sequence.content
             answer.first, answer.last = answer.first or now, now
             try:
                 delta = answer.take(drawn[sequence.name])
-                if answer.finish_reason is not None:
-                    self.scheduler.end(sequence)
                 if delta is not None:
                     job.push(delta)
             except Exception as error:  # of this answer's grammar or reader: the others go on
                 self._forget(job, error if isinstance(error, PeriluneError) else _failure(error))
                 continue
-            if all(one.finish_reason is not None for one in job.answers):
-                self._forget(job)
+            if answer.finish_reason is not None:
+                whole.append(sequence)
+        return whole
+
+    def _forget_whole(self, sequence: Sequence) -> bool:
+        """A sequence's answer is whole; if all of its job's are, the job is over."""
+        job = self._job_of.get(sequence.name)
+        over = job is not None and all(one.finish_reason is not None for one in job.answers)
+        if job is not None and over:
+            self._forget(job)
+        return over
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        """A step raised: its jobs end with an error, all others go on."""
+        """A step raised: its jobs end with an error, all others go on. What was told in full before is not taken back."""
         self.totals.failed += 1
         failure = error if isinstance(error, PeriluneError) else _failure(error)
         for sequence in self.scheduler.fail(plan):
             job = self._job_of.get(sequence.name)
-            if job is not None:
+            if job is not None and not self._forget_whole(sequence):
                 self._forget(job, failure)
 
 

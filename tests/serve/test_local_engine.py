@@ -15,6 +15,7 @@ from perilune.serve.api.envelope import as_api_error
 from perilune.serve.chat_session import ChatSession
 from perilune.serve.engine import EngineClosed, EngineFailed, JobEnd
 from perilune.serve.request import FieldError, SamplingParams, Service
+from perilune.serve.schedule import ServiceClass
 from perilune.serve.settings import EngineSettings
 from perilune.tokenizer.xtml import render
 
@@ -292,8 +293,8 @@ def test_a_failing_step_fails_its_requests_and_nothing_else():
     expected = finish(tiny_engine().complete([PROMPTS[0]], GREEDY))[1]
     run, faults = engine.core.runner.run, [RuntimeError("device lost")]
 
-    def faulty(plan):
-        scores = run(plan)
+    def faulty(plan, stage):
+        scores = run(plan, stage)
         if faults:
             raise faults.pop()
         return scores
@@ -334,6 +335,38 @@ def test_pins_and_explanations(engine):
     kinds = {page["kind"] for page in engine.admin.page_map()}
     assert kinds == {"free", "tokens", "state"}
     assert engine.admin.cache_events()[-1].prompt_tokens == len(text)
+
+
+CLASSES = (ServiceClass(name="short", up_to=16), ServiceClass(name="long", up_to=2**62, cap=0.9))
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("device lost")])
+def test_a_short_answer_is_told_before_the_rest_of_the_step_runs(fault):
+    """And stands, if that fails."""
+    engine = tiny_engine(settings=EngineSettings(unit=4, cache_bytes=2**23, classes=CLASSES, step_tokens=64))
+    run, told, ended = engine.core.runner.run, [], queue.SimpleQueue()
+    stages: list[int] = []
+
+    def watched(plan, stage):
+        stages.append(len(plan.stages))
+        if stage == 1:
+            assert told, "the short one has spoken"
+            if fault is not None:
+                raise fault
+        return run(plan, stage)
+
+    engine.core.runner.run = watched
+    long = engine.complete([list(bytes(200))], SamplingParams(temperature=0.0, max_tokens=2))
+    short = engine.complete([PROMPTS[1]], SamplingParams(temperature=0.0, max_tokens=1))
+    engine.core.pause()
+    long.start(lambda event: isinstance(event, JobEnd) and ended.put(("long", event.error)))
+    short.start(lambda event: ended.put(("short", event.error)) if isinstance(event, JobEnd) else told.append(event))
+    engine.core.resume()
+    errors = dict(ended.get(timeout=60) for _ in range(2))
+    assert 2 in stages and errors["short"] is None and told[-1].finish_reason == "length"
+    assert (errors["long"] is None) == (fault is None)
+    assert engine.admin.check_invariants() == []
+    engine.close()
 
 
 def test_a_closed_engine_says_so():

@@ -8,6 +8,7 @@ from perilune.errors import ConfigError
 from perilune.serve.cache import CacheGeometry, HybridCache, RootKey, TokenChain
 from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass, service_classes
 from perilune.serve.schedule.classes import class_of
+from perilune.serve.schedule.pace import RECENT
 
 SHAPE = CacheGeometry(
     unit=4, page_tokens=12, attention_layers=2, recurrent_layers=5, token_bytes=10, state_bytes=100, heads=5
@@ -58,6 +59,42 @@ def test_a_short_prompt_does_not_wait_behind_long_ones():
         desk.step()
         waits[name] = desk.steps_until(desk.add(20))
     assert waits["classes"] <= 2 < 30 < waits["one queue"]
+
+
+def machine(base: float, each: float):
+    """Seconds of so many tokens."""
+    return lambda tokens: base + each * tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least", "most"),
+    [
+        (machine(5e-3, 1e-4), 64, 96),
+        (machine(8e-3, 1e-6), 500, 512),
+    ],  # a CPU; a GPU, for which 512 tokens cost hardly more
+)
+def test_pieces_of_long_prompts_take_as_long_as_a_short_one(seconds, least, most):
+    """As long as short ones keep coming; a long one that is alone has the whole step."""
+    desk = Desk(pages=20_000, step_tokens=512, chunk=512)
+    long = desk.add(200_000)
+
+    def step():
+        plan = desk.scheduler.plan()
+        for stage, rows in enumerate(plan.stages):
+            desk.scheduler.took(plan, stage, seconds(sum(row.chunk.end - row.chunk.start for row in rows)))
+        desk.scheduler.finish(plan, {row.sequence.name: 7 for row in plan.rows})
+        return plan
+
+    assert step().tokens == 512
+    for _ in range(6):
+        short = desk.add(30)
+        plan = step()
+        assert short.drawn and [len(rows) for rows in plan.stages] == [1, 1], "it is out before the long one's piece"
+        desk.scheduler.end(short)
+        pieces = [step().tokens for _ in range(8)]
+    assert all(least <= tokens <= most for tokens in pieces[-4:])
+    assert max([step().tokens for _ in range(RECENT)][RECENT // 2 :]) == 512, "nobody short has come for a while"
+    assert long.scheduled < 200_000
 
 
 def test_a_class_that_is_alone_takes_the_whole_step():

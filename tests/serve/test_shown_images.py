@@ -88,7 +88,7 @@ def test_a_prompt_in_chunks_is_the_models_own_pass(model, chunk):
     pictures = (picture(0), picture(1, (28, 42)))
     scores = []
     run = shown.core.runner.run
-    shown.core.runner.run = lambda plan: scores.append(run(plan)) or scores[-1]
+    shown.core.runner.run = lambda *plan: scores.append(run(*plan)) or scores[-1]
     list(shown.chat(asked(*pictures), replace(GREEDY, max_tokens=1)))
     (logits,) = scores[-1].logits.values()
     assert torch.allclose(logits, direct(model, *pictures), atol=2e-4)

@@ -195,7 +195,7 @@ def test_bytes_come_back_as_they_were():
         for seed in range(1, 5) if evict else ():
             ask(engine, prompt(seed))
         step = engine.core.runner.run
-        engine.core.runner.run = lambda plan: scores.append(step(plan)) or scores[-1]
+        engine.core.runner.run = lambda *plan: scores.append(step(*plan)) or scores[-1]
         assert ask(engine, prompt(0))[1] == 88
         kept = [next(iter(one.logits.values())) for one in scores]
         scores.clear()

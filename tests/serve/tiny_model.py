@@ -62,10 +62,10 @@ def scripted_engine(script: list[int], **options) -> LocalEngine:
     engine = tiny_engine(**options)
     run = engine.core.runner.run
 
-    def follow(plan):
-        scores = run(plan)
+    def follow(plan, stage):
+        scores = run(plan, stage)
         for row in plan.rows:
-            if row.draws:
+            if row.sequence.name in scores.logits:
                 logits = torch.zeros_like(scores.logits[row.sequence.name])
                 logits[script[min(row.sequence.drawn, len(script) - 1)]] = 1.0
                 scores.logits[row.sequence.name] = logits

@@ -65,20 +65,17 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Scores:
-        """Execute a step to its end."""
+    def run(self, plan: Plan, stage: int | None = None) -> Scores:
+        """Execute a step to its end, or one stage of it after the other."""
         scores = Scores()
-        for row in plan.rows:
-            if row.chunk.operations:
-                self.pool.operate(row.chunk.operations)
-        for first in range(0, len(plan.decode), self.group):
-            self._decode(first, plan.decode[first : first + self.group], scores)
-        together = [row for row in plan.prefill if self._packs and not _alone(row)]
-        if len(together) > 1:
-            self._prefill_together(together, scores)
-        for row in plan.prefill:
-            if len(together) < 2 or _alone(row):
-                self._prefill(row, scores)
+        if not stage:
+            for row in plan.rows:
+                if row.chunk.operations:
+                    self.pool.operate(row.chunk.operations)
+            for first in range(0, len(plan.decode), self.group):
+                self._decode(first, plan.decode[first : first + self.group], scores)
+        for rows in plan.stages if stage is None else plan.stages[stage : stage + 1]:
+            self._prefill_all(rows, scores)
         return scores
 
     def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
@@ -105,6 +102,15 @@ class ModelRunner:
         for row, logits_Z in zip(rows, logits_BZ.unbind()):
             scores.logits[row.sequence.name] = logits_Z
         self._export_ends(chunks)
+
+    def _prefill_all(self, rows: Sequence[Row], scores: Scores) -> None:
+        """Chunks of several sequences, in one pass as far as possible."""
+        together = [row for row in rows if self._packs and not _alone(row)]
+        if len(together) > 1:
+            self._prefill_together(together, scores)
+        for row in rows:
+            if len(together) < 2 or _alone(row):
+                self._prefill(row, scores)
 
     def _prefill(self, row: Row, scores: Scores) -> None:
         """A chunk of one sequence."""

@@ -36,11 +36,21 @@ class Plan:
         step: its number in the cache.
         decode: rows of one token each, to be run together.
         prefill: rows of several tokens, or of a prompt's last one.
+        late: how many of these, at the end, are pieces of long prompts that others need not wait for.
     """
 
     step: int
     decode: tuple[Row, ...]
     prefill: tuple[Row, ...]
+    late: int = 0
+
+    @property
+    def stages(self) -> tuple[tuple[Row, ...], ...]:
+        """Rows of prompts in the order in which they run; what the first stage draws need not wait for the second."""
+        first = len(self.prefill) - self.late
+        if self.late and (self.decode or any(row.draws for row in self.prefill[:first])):
+            return self.prefill[:first], self.prefill[first:]
+        return (self.prefill,)
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from perilune.errors import CapacityError, ConfigError
 from perilune.serve.cache import Admission, HybridCache
 from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, service_classes
+from perilune.serve.schedule.pace import Pace
 from perilune.serve.schedule.plan import Plan, Row
 from perilune.serve.schedule.queues import Queues, importance
 from perilune.serve.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
@@ -64,6 +65,7 @@ class Scheduler:
         preempted: times that a sequence had to start again.
         steps: planned so far.
         refused: sequences that the pool could never hold, with the reason; whoever calls `plan` takes them out.
+        pace: of the classes with a cap, see `pace`; whoever runs the steps tells it how long they took.
     """
 
     def __init__(self, cache: HybridCache, limits: Limits) -> None:
@@ -72,6 +74,7 @@ class Scheduler:
         self.refused: list[tuple[Sequence, CapacityError]] = []
         self.preempted = self.steps = 0
         self.queues = Queues(len(limits.classes))
+        self.pace = Pace()
         self._slots = [0] * len(limits.classes)
         self._arrivals = 0
         self._under_way: deque[Plan] = deque()
@@ -140,7 +143,10 @@ class Scheduler:
             self._drop_empty(step)
             self._unblock()
             return None
-        plan = Plan(step, tuple(decode), tuple(prefill))
+        late = [row for row in prefill if self.limits.classes[row.sequence.kind].cap < 1.0]
+        if late:
+            prefill = [row for row in prefill if row not in late] + late
+        plan = Plan(step, tuple(decode), tuple(prefill), len(late))
         self._under_way.append(plan)
         self.steps += 1
         return plan
@@ -228,15 +234,17 @@ class Scheduler:
         given: dict[str, int] = {}
         used = [0] * len(classes)
         at_work = [bool(prompts[k] or self.queues.count(k)) for k in range(len(classes))]
+        self.pace.planned(short=any(work and shares.cap == 1.0 for work, shares in zip(at_work, classes)))
+        room = [int(min(budget, self.pace.most)) if shares.cap < 1.0 else budget for shares in classes]
         left = budget
         for kind, shares in enumerate(classes):
-            own = min(left, int(shares.tokens * budget)) if at_work[kind] else 0
+            own = min(left, room[kind], int(shares.tokens * budget)) if at_work[kind] else 0
             used[kind] += (taken := self._serve(kind, own, prompts[kind], given))
             left -= taken
         for kind, shares in enumerate(classes):
             others = any(at_work[k] for k in range(len(classes)) if k != kind)
-            most = left if not others else min(left, int(shares.cap * budget) - used[kind])
-            left -= self._serve(kind, most, prompts[kind], given)
+            most = room[kind] if not others else min(room[kind], int(shares.cap * budget))
+            left -= self._serve(kind, min(left, most - used[kind]), prompts[kind], given)
         rows = []
         for kind in prompts:
             for sequence in kind:
@@ -346,6 +354,15 @@ class Scheduler:
                     self._free_followers(sequence)
         self.cache.finish_step(plan.step)
         self._finish_empty()
+
+    def took(self, plan: Plan, stage: int, seconds: float) -> None:
+        """A stage of a plan ran for so long: what `pace` learns from."""
+        rows = plan.stages[stage]
+        late = plan.late if stage == len(plan.stages) - 1 else 0
+        if rows and late == len(rows):
+            self.pace.long_took(sum(row.chunk.end - row.chunk.start for row in rows), seconds)
+        elif rows and not late:
+            self.pace.short_took(seconds)
 
     def fail(self, plan: Plan) -> list[Sequence]:
         """The oldest step under way failed: nothing of it counts. Returns its sequences, all ended now."""

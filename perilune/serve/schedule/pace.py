@@ -1,0 +1,49 @@
+"""How many tokens of long prompts a step may hold while short ones keep coming.
+
+A short prompt that arrives waits for the step under way. What that costs depends on model and machine: on a GPU 64 and
+512 tokens take about as long, on a CPU four times as long. So it is measured: pieces of long prompts are made as long as
+takes about the time of a step with short ones, and the first token of a short prompt is out after two such times.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+RECENT = 256  # steps with prompts for which short prompts are expected again after the last one
+LEAST = 64  # tokens of a piece; shorter ones would take hardly less time
+PATIENCE = (
+    1.25  # times of a short step that a piece may take; with exactly one, a fixed cost would make pieces ever shorter
+)
+_NEW = 0.2  # weight of a new measurement
+
+
+class Pace:
+    """What the engine has learned of its own speed.
+
+    Attributes:
+        tokens: of long prompts in a step; infinite until something was measured.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = inf
+        self._short: float | None = None
+        self._since = RECENT
+
+    def planned(self, *, short: bool) -> None:
+        """A step is planned; `short`: prompts of other classes than the long ones are at work."""
+        self._since = 0 if short else self._since + 1
+
+    @property
+    def most(self) -> float:
+        """Tokens of long prompts that the next step may hold."""
+        return self.tokens if self._since < RECENT else inf
+
+    def short_took(self, seconds: float) -> None:
+        """Decoding and short prompts of a step took so long."""
+        self._short = seconds if self._short is None else self._short + _NEW * (seconds - self._short)
+
+    def long_took(self, tokens: int, seconds: float) -> None:
+        """Pieces of long prompts took so long; the next ones are made longer or shorter, but not by much at once."""
+        if self._short is not None and seconds > 0:
+            wanted = tokens * min(1.5, max(0.5, PATIENCE * self._short / seconds))
+            self.tokens = max(LEAST, wanted if self.tokens == inf else self.tokens + 0.5 * (wanted - self.tokens))
