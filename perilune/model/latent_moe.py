@@ -19,7 +19,16 @@ from perilune.model.linear import Linear
 from perilune.model.mlp import GatedMLP
 from perilune.model.norm import RMSNorm
 from perilune.ops.linear import linear
-from perilune.ops.moe import BALANCERS, Balancer, Routing, in_recompute, moe_decode, route, routed_experts
+from perilune.ops.moe import (
+    BALANCERS,
+    Balancer,
+    Routing,
+    in_recompute,
+    moe_decode,
+    route,
+    routed_experts,
+    router_latent,
+)
 from perilune.ops.moe.decode import MAX_TOKENS
 
 
@@ -37,11 +46,11 @@ class Router(nn.Module):
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         return linear(x_ND.to(wide), self.weight)
 
-    def forward(self, x_ND: Tensor) -> Routing:
-        """Route `[N, D]` tokens."""
+    def forward(self, x_ND: Tensor, logits_NE: Tensor | None = None) -> Routing:
+        """Route `[N, D]` tokens, whose logits may be there already."""
         moe = self.moe
         return route(
-            self.logits(x_ND), self.bias, moe.experts_per_token,
+            self.logits(x_ND) if logits_NE is None else logits_NE, self.bias, moe.experts_per_token,
             renormalize=moe.renormalize, scaling_factor=moe.routed_scaling_factor,
         )  # fmt: skip
 
@@ -99,18 +108,28 @@ class LatentMoE(nn.Module):
         self.balancer.observe(routing.scores_NE, routing.cutoff_N, None, counts, self.router.bias)
         self.counts_E += counts
 
-    def _routed(self, x_ND: Tensor, z_NL: Tensor) -> Tensor:
+    def _inputs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts read, `[N, L]`, and the router's logits, `[N, E]`."""
+        if self.moe.latent_size is None:
+            return x_ND, self.router.logits(x_ND)
+        weights = (self.down_proj.weight, self.router.weight) if type(self.down_proj) is Linear else ()
+        if weights and router_latent.select(x_ND, *weights).implementation == "triton":
+            return router_latent.project(x_ND, *weights)
+        return self.down_proj(x_ND), self.router.logits(x_ND)
+
+    def _routed(self, x_ND: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs, `[N, L]`."""
+        z_NL, logits_NE = self._inputs(x_ND)
         cfg, moe, experts = self.cfg, self.moe, self.experts
         caps = {"beta": cfg.situ_beta, "linear_beta": cfg.situ_linear_beta}
         plain = self.experts_function is routed_experts
         if plain and x_ND.shape[0] <= MAX_TOKENS and not torch.is_grad_enabled():
             return moe_decode(
-                self.router.logits(x_ND), self.router.bias, z_NL, experts.w1, experts.w3, experts.w2,
+                logits_NE, self.router.bias, z_NL, experts.w1, experts.w3, experts.w2,
                 moe.experts_per_token, cfg.activation, **caps,
                 renormalize=moe.renormalize, scaling_factor=moe.routed_scaling_factor,
             )  # fmt: skip
-        routing = self.router(x_ND)
+        routing = self.router(x_ND, logits_NE)
         if self.training and torch.is_grad_enabled():
             self._observe(routing)
         return self.experts_function(
@@ -121,7 +140,7 @@ class LatentMoE(nn.Module):
         """Map `[B, T, D]` to `[B, T, D]`."""
         moe = self.moe
         x_ND = x_BTD.flatten(0, -2)
-        out = self._routed(x_ND, x_ND if moe.latent_size is None else self.down_proj(x_ND))
+        out = self._routed(x_ND)
         if moe.latent_size is not None:
             out = self.up_proj(self.norm(out) if moe.latent_norm else out)
         if moe.num_shared_experts:
