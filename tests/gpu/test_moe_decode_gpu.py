@@ -26,7 +26,7 @@ def operands(tokens: int, width: int, hidden: int, experts: int, dtype: torch.dt
     def guarded(*shape: int) -> Tensor:
         size = torch.Size(shape).numel()
         buffer = torch.full((size + 8192,), torch.nan, dtype=dtype, device="cuda")
-        buffer[4096 : 4096 + size] = torch.randn(size).to(dtype) / shape[-1] ** 0.5
+        buffer[4096 : 4096 + size] = torch.randn(size, device="cuda").to(dtype) / shape[-1] ** 0.5
         return buffer[4096 : 4096 + size].view(shape)
 
     stacks = guarded(experts, hidden, width), guarded(experts, hidden, width), guarded(experts, width, hidden)
