@@ -19,6 +19,7 @@ from perilune.ops.kda import chunk_kda, recurrent_kda_reference, select
 from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
+from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.triton import configs, launch
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -31,7 +32,7 @@ OPEN_LIMITS = LIMITS | {"d_g": 2e-2, "d_beta": 1.5e-2}  # where nothing is forgo
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for stage in (cuda_prepare, cuda_scan, cuda_backward):
+    for stage in (cuda_prepare, cuda_scan, cuda_scan_backward, cuda_backward):
         monkeypatch.setattr(stage, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
     with force("triton"):
         yield

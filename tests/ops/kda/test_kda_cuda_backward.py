@@ -119,7 +119,7 @@ class Case:
             empty(N, self.heads, *inner, dtype=torch.float32) if self.raw else None for inner in ((), (self.key_dim,))
         )
         chunks = torch.tensor(list(zip(self.starts, self.lengths)), dtype=torch.int32)
-        inputs = x["q"], x["k"], x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"), self.do[0]
+        inputs = x["q"], x["k"], x["v"], x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"), self.do[0]
         forms = {"l2": self.raw, "sigmoid": self.raw}
         with emulated(backwards):
             assert backward.unsuitable(*inputs, gate=1, bounded=True, **forms) is None
@@ -227,6 +227,7 @@ def test_the_reason_names_what_does_not_fit() -> None:
         given = {
             "q": x["q"],
             "k": x["k"],
+            "v": x["v"],
             "g": x["g"],
             "beta": x["beta"],
             "A_log": None,
@@ -241,4 +242,6 @@ def test_the_reason_names_what_does_not_fit() -> None:
     assert "float16" in reason(k=x["k"].half())
     assert "not 32" in reason(q=x["q"][..., :32])
     assert "rows of g" in reason(g=torch.zeros(101, 1, 67, dtype=torch.bfloat16)[..., :64])
-    assert "cpu" in (backward.unsuitable(x["q"], x["k"], x["g"], x["beta"], None, None, case.do[0], **forms) or "")
+    assert "cpu" in (
+        backward.unsuitable(x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, case.do[0], **forms) or ""
+    )

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda.cuda import scan as stage
-from perilune.ops.kda.cuda import scan_backward
+from perilune.ops.kda.cuda import scan_backward, summary
 from perilune.ops.kda.triton.launch import Prepared, state_strides
 from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
 
@@ -103,7 +103,7 @@ def scan(
     final = torch.full_like(c.state if v_first else c.state.mT, NAN)
     exported = torch.full((0 if slots is None else int(slots.max()) + 1, *c.state.shape[1:]), NAN, device=c.v.device)
     assert stage.unsuitable(c.v, key_dim, o.dtype) is None
-    stage.scan(
+    stage.run(
         c.v, c.x, c.p, state, state_strides(state, v_first), final, state_strides(final, v_first), o,
         U if keep else None, S if keep else None, slots, exported if slots is not None else None,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_segments_from_their_entry_states(device: str) -> None:
     c = case((0, 450), device, segment=2)
     units, M, N = c.p.unit_count, blank(c), blank(c)
     assert units == 4
-    stage.summary(c.v, c.x, c.p, c.state, state_strides(c.state, True), M, N)
+    summary.run(c.v, c.x, c.p, c.state, state_strides(c.state, True), M, N)
     assert M[0].isnan().all() and M[-1].isnan().all() and N[-1].isnan().all(), "nobody needs these"
     entry = [c.state[0].double(), N[0].double()]
     for unit in range(1, units - 1):
@@ -199,7 +199,7 @@ def scan_back(c: Case, leaving: Tensor | None = None, v_first: bool = True) -> C
     state = state if v_first else state.mT.contiguous()
     entering = torch.full_like(c.state if v_first else c.state.mT, NAN)
     strides = state_strides(state, v_first), state_strides(entering, v_first)
-    scan_backward.scan(c.v, c.x, c.p, state, strides[0], c.p.split, entering, strides[1], E, dS)
+    scan_backward.run(c.v, c.x, c.p, state, strides[0], c.p.split, entering, strides[1], E, dS)
     return Cotangents(E, dS, entering if v_first else entering.mT)
 
 
@@ -213,8 +213,8 @@ def test_cotangents_of_ragged_sequences(key_dim: int, value_dim: int, width: int
 def test_cotangents_of_segments(device: str) -> None:
     c = case((0, 450), device, segment=2)
     M, N, forward = blank(c), blank(c), blank(c)
-    stage.summary(c.v, c.x, c.p, None, (0,) * 4, M, forward)
-    scan_backward.scan(c.v, c.x, c.p, c.state, state_strides(c.state, True), False, N, (0,) * 4, None, None)
+    summary.run(c.v, c.x, c.p, None, (0,) * 4, M, forward)
+    scan_backward.run(c.v, c.x, c.p, c.state, state_strides(c.state, True), False, N, (0,) * 4, None, None)
     assert N[0].isnan().all(), "it begins the sequence"
     leaving = [c.state[0].double(), N[-1].double()]
     for unit in reversed(range(1, c.p.unit_count - 1)):

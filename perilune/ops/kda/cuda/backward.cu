@@ -8,6 +8,7 @@
 // factors are applied to the sum of products on its way from block to block (Horner), so that no factor leaves 2^+-58
 // and gradients of any size from 1e-20 to 1e20 keep their precision. Anchors are rows of the past only. (traps T01)
 //
+//     d_beta = 1 / beta (sum_v E v + sum k d_query): both by E as it was rounded, so that most of its rounding cancels
 //     d_q   = scale up (2^-step (((dO S F_0 + dP_0 k to) F_1 + dP_1 k to) ...) + dP_own k / up)
 //     d_query the same of beta dL and -E S;  d_key of a block = 1 / up (2^step F (((U dS F_3 + ...) F_2 + ...)) + own pairs)
 //     dG    = q d_q + k (d_query - d_key);  dg = its sum from the chunk's end + sum U dS k + gamma sum S dS
@@ -26,11 +27,11 @@
 #include "backward_products.h"
 
 KERNEL(THREADS, 1) backward(
-    const bf16* q, const bf16* k, const bf16* g, const beta_type* beta, const float* a_log, const float* dt_bias,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* g, const beta_type* beta, const float* a_log, const float* dt_bias,
     const bf16* d_o, const bf16* U, const bf16* S, const bf16* E, const bf16* dS, const int* chunks,
     qk_out* dq, qk_out* dk, bf16* dz, beta_type* dbeta, float* rate_part, float* bias_part,
     float scale, float lower_bound, float beta_scale,
-    int q_token, int q_head, int k_token, int k_head, int g_token, int g_head, int beta_token, int beta_head,
+    int q_token, int q_head, int k_token, int k_head, int v_token, int v_head, int g_token, int g_head, int beta_token, int beta_head,
     int do_token, int do_head, int heads, int group, int programs
 ) {
     SHARED(memory);
@@ -102,11 +103,12 @@ KERNEL(THREADS, 1) backward(
 #pragma unroll 1
         for (int i = here(m).warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
             const int rows = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3;
-            pairs(
-                m, rows, i - rows * (rows + 1) / 2, shift, scale, beta_scale,
-                beta + (i64)start * beta_token + (i64)head * beta_head, beta_token, dbeta + (i64)start * heads + head, heads, count
-            );
+            pairs(m, rows, i - rows * (rows + 1) / 2, shift, scale);
         }
+        strengths(
+            m, beta + (i64)start * beta_token + (i64)head * beta_head, beta_token, v + (i64)start * v_token + (i64)head * v_head,
+            v_token, beta_scale, count
+        );
         through(m);
         float d_q[4][4] = {}, d_k[4][4] = {}, d_G[4][4];
         through_state(d_q, d_k, m.d_o, m.e, m.s, here(m));
@@ -117,7 +119,7 @@ KERNEL(THREADS, 1) backward(
         reads(m, d_q, d_k, d_G, own, scale, shift);
         {
             const Place p = here(m);
-            float along[2] = {};
+            float along[2] = {}, corrected[2] = {};
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
@@ -128,15 +130,24 @@ KERNEL(THREADS, 1) backward(
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
                         const float q_raw = own.q_at(j, i), k_raw = own.k_at(j, i);
-                        d_G[j][i] += fmaf(half_of(q_up, i & 1), d_q[j][i], half_of(k_up, i & 1) * d_k[j][i]);
+                        const float of_query = half_of(k_up, i & 1) * d_k[j][i];
+                        corrected[h] += of_query;
+                        d_G[j][i] += fmaf(half_of(q_up, i & 1), d_q[j][i], of_query);
                         d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i] * (own.up[j][i] * of_q));
                         d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i] * (own.up[j][i] * of_k));
                         along[h] = fmaf(d_q[j][i], q_raw, along[h]);
                     }
                 }
             }
-            put_along(m.along[0], along, p);
-            if (L2) sync_rows(p);
+            if (L2) put_along(m.along[0], along, p);
+            put_along(m.corrected, corrected, p);
+            sync_rows(p);
+            if (p.w == 0 && p.c == 0)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (p.row + h < count)
+                        dbeta[(i64)(start + p.row + h) * heads + head] =
+                            beta_out((m.written[p.row + h] + total(m.corrected[p.row + h])) * m.strength[p.row + h]);
             through_norm(d_q, own.q, m.q_rstd, m.along[0], p);
 #pragma unroll
             for (int h = 0; h < 2; h++) store_row(dq + out(p, h), d_q, h, p.lane, p.row + h < count);
@@ -168,7 +179,7 @@ KERNEL(THREADS, 1) backward(
                     }
                 }
             }
-            put_along(m.along[1], along, p);
+            if (L2) put_along(m.along[1], along, p);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float sum[2];

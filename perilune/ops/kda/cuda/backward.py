@@ -24,11 +24,11 @@ def kernel(
     flags = {"L2": l2, "HAS_A": a, "HAS_BIAS": bias, "SIGMOID": sigmoid, "WIDE": wide, "BETA_FLOAT": beta_float}
     k, v = CHUNK * key_dim * 2, CHUNK * value_dim * 2
     warps_across = key_dim // 32
-    words = 19 * key_dim + 4 * CHUNK * warps_across + 3 * CHUNK + 4 * warps_across + 5 + 4 * key_dim
+    words = 19 * key_dim + 5 * CHUNK * warps_across + 5 * CHUNK + 4 * warps_across + 5 + 4 * key_dim
     return Kernel(
         Path(__file__).parent / "backward.cu",
         "backward",
-        "P" * 18 + "f" * 3 + "i" * 13,
+        "P" * 19 + "f" * 3 + "i" * 15,
         threads=4 * key_dim,
         shared_bytes=5 * k + 3 * v + 4 * key_dim * value_dim + 4 * CHUNK * CHUNK + 4 * words,
         defines={"KEY_DIM": key_dim, "VALUE_DIM": value_dim} | {name: int(flag) for name, flag in flags.items()},
@@ -36,7 +36,7 @@ def kernel(
 
 
 def unsuitable(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, *,
     gate: int, bounded: bool, l2: bool, sigmoid: bool,
 ) -> str | None:  # fmt: skip
     """Why the kernel does not take this call; None if it does. Arguments as in `launch`; gate 1 is the bounded gate."""
@@ -47,7 +47,7 @@ def unsuitable(
         return "the CUDA kernel differentiates the bounded gate only"
     if q.shape[-1] not in DIMS or do.shape[-1] not in DIMS:
         return f"the CUDA kernel needs K and V to be 64 or 128, not {q.shape[-1]} and {do.shape[-1]}"
-    for name, x in (("q", q), ("k", k), ("g", g), ("do", do)):
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("do", do)):
         if x.dtype != torch.bfloat16:
             return f"the CUDA kernel reads bfloat16; {name} is {x.dtype}"
         if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:2]):
@@ -65,14 +65,14 @@ def _kernel_for(
 
 
 def launch(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, U: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, U: Tensor,
     S: Tensor, E: Tensor, dS: Tensor, chunks: Tensor, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
     dA: Tensor | None, bias: Tensor | None, *, scale: float, lower_bound: float, beta_scale: float, l2: bool, sigmoid: bool,
 ) -> None:  # fmt: skip
     """Fill dq, dk, dz `[tokens, heads, K]`, dbeta `[tokens, heads]`, and a row a chunk of dA and bias.
 
     Args:
-        q: as k, g, beta and do flattened, what `unsuitable` lets pass.
+        q: as k, v, g, beta and do flattened, what `unsuitable` lets pass.
         A_log: `[heads]`.
         dt_bias: `[heads * K]`.
         U: `[chunks, heads, 64, V]`, with S and dS `[chunks, heads, V, K]` and E `[tokens, heads, V]` bfloat16.
@@ -89,7 +89,7 @@ def launch(
         dt_bias = dt_bias.clone()
     run.launch(
         (min(programs, units(q.device)),),
-        q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias,
-        scale, lower_bound, beta_scale, *q.stride()[:2], *k.stride()[:2], *g.stride()[:2], *beta.stride(),
+        q, k, v, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias,
+        scale, lower_bound, beta_scale, *(n for x in (q, k, v, g) for n in x.stride()[:2]), *beta.stride(),
         *do.stride()[:2], heads, heads // q.shape[1], programs,
     )  # fmt: skip

@@ -78,9 +78,8 @@ DEVICE void operands(Shared& m, const Own& own, float scale, float shift) {
     }
 }
 
-// Sums over rows of products of a gradient with its own vector, for the L2 norm.
+// Sums over rows of products of a gradient with its own vector.
 DEVICE void put_along(float (&part)[CHUNK][WIDTH], const float (&along)[2], const Place& p) {
-    if (!L2) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float sum = row_sum(along[h]);

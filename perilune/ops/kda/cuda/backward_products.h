@@ -3,18 +3,11 @@
 #include "backward_shared.h"
 
 // dP and beta dL of rows `q` by rows `k` (blocks of 16, q >= k), with their factors of the shift; on the diagonal also the
-// diagonal of dP and the gradient of beta.
-DEVICE void pairs(
-    Shared& m, int q, int k, float shift, float scale, float beta_scale, const beta_type* beta, int beta_token,
-    beta_type* dbeta, int dbeta_token, int count
-) {
+// diagonal of dP.
+DEVICE void pairs(Shared& m, int q, int k, float shift, float scale) {
     float p[2][4] = {}, e[2][4] = {};
     const int lane = here(m).lane, r = lane >> 2, c = lane & 3;
-    const bool own = q == k, meets = own && c == r >> 1;  // row 2 r + h meets itself in group h, column r
-    float x[2] = {};
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-        if (meets && 16 * q + 2 * r + h < count) x[h] = beta_in(beta[(i64)(16 * q + 2 * r + h) * beta_token]);
+    const bool own = q == k;
     const int at = left_at<V>(q, 0, lane), right = row_at<V>(16 * k + 2 * (lane & 7) + (lane >> 4), lane >> 3 & 1);
 #pragma unroll
     for (int n = 0; n < V / 16; n++) {
@@ -28,19 +21,9 @@ DEVICE void pairs(
             multiply_add(e[t], a2, b[2 * t], b[2 * t + 1]);
         }
     }
-    if (meets) {
-        const bool odd = r & 1;
+    if (own && c == r >> 1)  // row 2 r + h meets itself in group h, column r
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = 16 * q + 2 * r + h;
-            m.diagonal[row] = scale * (odd ? p[h][2 * h + 1] : p[h][2 * h]);
-            if (row >= count) continue;
-            const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x[h])) : x[h];
-            const float divisor = fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength;
-            const float d = (odd ? e[h][2 * h + 1] : e[h][2 * h]) / divisor;
-            dbeta[(i64)row * dbeta_token] = beta_out(SIGMOID ? d * (1.0f - divisor / beta_scale) : d / divisor);
-        }
-    }
+        for (int h = 0; h < 2; h++) m.diagonal[16 * q + 2 * r + h] = scale * (r & 1 ? p[h][2 * h + 1] : p[h][2 * h]);
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -56,6 +39,34 @@ DEVICE void pairs(
             *(u32*)(m.dp + at) = pack(low ? p[t][2 * h] * f[0] : 0.0f, high ? p[t][2 * h + 1] * f[1] : 0.0f);
             *(u32*)(m.eu + at) = pack(low ? e[t][2 * h] * f[0] : 0.0f, high ? e[t][2 * h + 1] * f[1] : 0.0f);
         }
+}
+
+// The part of beta's gradient that needs the values: sum_v E v of each row, by the threads of a row together; and what makes a
+// gradient of beta, or of its logit, of beta times beta's. beta and v point at the chunk's first token.
+DEVICE void strengths(
+    Shared& m, const beta_type* beta, int beta_token, const bf16* v, int v_token, float beta_scale, int count
+) {
+    constexpr int TOGETHER = THREADS / CHUNK, PIECES = V / 8 / TOGETHER;
+    const int thread = m.thread[threadIdx.x], row = thread / TOGETHER, first = thread % TOGETHER;
+    float sum = 0.0f;
+    if (row < count) {
+        const bf16* const own = v + (i64)row * v_token + 8 * first;
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) {
+            const uint4 a = *(const uint4*)(own + 8 * TOGETHER * n);
+            const uint4 b = *(const uint4*)(m.e + row_at<V>(row, first + TOGETHER * n));
+            const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum = fmaf(half_of(x[i >> 1], i & 1), half_of(y[i >> 1], i & 1), sum);
+        }
+    }
+#pragma unroll
+    for (int mask = 1; mask < TOGETHER; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (first || row >= count) return;
+    const float x = beta_in(beta[(i64)row * beta_token]);
+    const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x)) : x;
+    m.written[row] = sum;
+    m.strength[row] = SIGMOID ? 1.0f - strength / beta_scale : 1.0f / (fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength);
 }
 
 // gamma sum_v S dS for the warp's 8 channels: every lane takes a value channel in 32, then the lanes' sums meet.

@@ -1,14 +1,15 @@
-"""The serial kernel of the backward pass in CUDA: its launches, for calls that `scan.unsuitable` lets pass. See scan_backward.cu."""
+"""The serial kernel of the backward pass in CUDA: for which calls, and its launches. See scan_backward.cu."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.kda.cuda.scan import serial_kernel
+from perilune.ops.kda.cuda.serial import obstacle, serial_kernel
 
 if TYPE_CHECKING:
     from perilune.ops.kda.triton.launch import Prepared
@@ -22,7 +23,12 @@ def kernel(key_dim: int, width: int, summary: bool) -> Kernel:
     return serial_kernel("scan_backward", parameters, key_dim, width, defines)
 
 
-def scan(
+def unsuitable(do: Tensor, key_dim: int, *dtypes: torch.dtype) -> str | None:
+    """Why the kernel does not take this call; None if it does. Arguments as those of `serial.obstacle`."""
+    return obstacle(do, key_dim, *dtypes) or kernel(key_dim, do.shape[-1], False).unavailable_reason(do.device)
+
+
+def run(
     do: Tensor, x: Prepared, p: Plan, leaving: Tensor | None, strides: tuple[int, ...], split: bool,
     entering: Tensor | None, entering_strides: tuple[int, ...], E: Tensor | None, dS: Tensor | None,
 ) -> None:  # fmt: skip

@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import backward as cuda_backward
-from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
@@ -48,18 +47,18 @@ class _Function(torch.autograd.Function):
         dt_bias: Tensor | None, state: Tensor | None, s: Setting,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         f = _forward(q, k, v, g, beta, A_log, dt_bias, state, s)
-        ctx.save_for_backward(q, k, g, beta, A_log, dt_bias, *f.x, f.U, f.S, f.M)
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, *f.x, f.U, f.S, f.M)
         ctx.has_state, ctx.plan, ctx.setting = state is not None, f.plan, s
         return f.o.view(v.shape), f.final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, g, beta, A_log, dt_bias, Qd, Kd, Kr, P, A, gamma, U, S, M = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, Qd, Kd, Kr, P, A, gamma, U, S, M = ctx.saved_tensors
         s: Setting = ctx.setting
         x = Prepared(Qd, Kd, Kr, P, A, gamma)
         grads = backward(
-            *(flat(t) for t in (q, k, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, ctx.plan, s, ctx.has_state
+            *(flat(t) for t in (q, k, v, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, ctx.plan, s, ctx.has_state
         )
         dq, dk, dv, dg, dbeta, dA_log, d_bias, d_state = grads
         return (
@@ -76,7 +75,7 @@ class _Function(torch.autograd.Function):
 
 
 def backward(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     d_final: Tensor | None, x: Prepared, U: Tensor, S: Tensor, M: Tensor | None, p: Plan, s: Setting,
     wants_state: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -96,7 +95,7 @@ def backward(
         else None
     )
     if p.chunk_count:
-        _parallel(q, k, g, beta, A_log, dt_bias, do, U, S, E, dS, p, s, dq, dk, dz, dbeta, dA, bias)
+        _parallel(q, k, v, g, beta, A_log, dt_bias, do, U, S, E, dS, p, s, dq, dk, dz, dbeta, dA, bias)
     if heads != qk_heads:
         dq, dk = (x.unflatten(1, (qk_heads, -1)).sum(2).to(q.dtype) for x in (dq, dk))
     return (
@@ -123,7 +122,7 @@ def _scan(
     d_state = (
         torch.empty(len(s.offsets) - 1, heads, *inner, dtype=torch.float32, device=do.device) if wants_state else None
     )
-    in_cuda = cuda_scan.unsuitable(do, key_dim, E.dtype) is None
+    in_cuda = cuda_scan_backward.unsuitable(do, key_dim, E.dtype) is None
 
     def scan(source: Tensor | None, v_first: bool, split: bool, target: Tensor | None, summary: bool = False) -> None:
         none = (0, 0, 0, 0)
@@ -131,7 +130,7 @@ def _scan(
         entering = none if target is None else state_strides(target, s.state_v_first)
         if in_cuda:
             kept = (None, None) if summary else (E, dS)
-            cuda_scan_backward.scan(do, x, p, source, leaving, split, target, entering, *kept)
+            cuda_scan_backward.run(do, x, p, source, leaving, split, target, entering, *kept)
             return
         width = min(p.width, configs.SUMMARY_BLOCK) if summary else p.width
         scan_backward_kernel[(heads * (value_dim // width), p.unit_count)](
@@ -157,12 +156,12 @@ def _scan(
 
 
 def _parallel(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor, U: Tensor,
-    S: Tensor, E: Tensor, dS: Tensor, p: Plan, s: Setting, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor,
+    U: Tensor, S: Tensor, E: Tensor, dS: Tensor, p: Plan, s: Setting, dq: Tensor, dk: Tensor, dz: Tensor, dbeta: Tensor,
     dA: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill dq, dk, dz, dbeta, dA and bias: in CUDA where that kernel takes the call, else in Triton."""
-    inputs, forms = (q, k, g, beta, A_log, dt_bias, do), {"l2": s.l2_norm, "sigmoid": s.beta_sigmoid}
+    inputs, forms = (q, k, v, g, beta, A_log, dt_bias, do), {"l2": s.l2_norm, "sigmoid": s.beta_sigmoid}
     if cuda_backward.unsuitable(*inputs, gate=s.gate, bounded=s.bounded, **forms) is None:
         cuda_backward.launch(
             *inputs, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,

@@ -11,6 +11,7 @@ from torch import Tensor
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
+from perilune.ops.kda.cuda import summary as cuda_summary
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
@@ -129,7 +130,7 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, in_
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=v.device) for _ in "NE"
     )
     if in_cuda:
-        cuda_scan.summary(v, x, p, state, strides, M, N)
+        cuda_summary.run(v, x, p, state, strides, M, N)
     else:
         width = min(configs.SUMMARY_BLOCK, value_dim, key_dim)
         summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
@@ -179,7 +180,7 @@ def forward(
         S = torch.empty(p.chunk_count, heads, value_dim, key_dim, dtype=x.Qd.dtype, device=q.device)
     final_strides = (0, 0, 0, 0) if final is None else state_strides(final, s.state_v_first)
     if in_cuda:
-        cuda_scan.scan(v, x, p, entry.state, entry.strides, final, final_strides, o, U, S, *exports)
+        cuda_scan.run(v, x, p, entry.state, entry.strides, final, final_strides, o, U, S, *exports)
     else:
         scan_forward_kernel[(heads * (value_dim // p.width), p.unit_count)](
             v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,

@@ -1,0 +1,32 @@
+"""What segments do to the states that enter them, for calls that `scan.unsuitable` lets pass. See summary.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from perilune.ops.cuda import Kernel
+from perilune.ops.kda.cuda.serial import serial_kernel
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.triton.launch import Prepared
+    from perilune.ops.kda.triton.plan import Plan
+
+
+@cache
+def kernel(key_dim: int, width: int) -> Kernel:
+    """The effect of segments, `width` columns a block."""
+    return serial_kernel("summary", "P" * 9 + "q" * 6 + "i" * 2, key_dim, width, {})
+
+
+def run(v: Tensor, x: Prepared, p: Plan, state: Tensor | None, strides: tuple[int, ...], M: Tensor, N: Tensor) -> None:
+    """Fill M^T `[units, heads, K, K]` and N^T `[units, heads, V, K]` of every unit but the last of its sequence."""
+    heads, value_dim = v.shape[1:]
+    key_dim = x.Kd.shape[-1]
+    width = min(value_dim, key_dim)
+    kernel(key_dim, width).launch(
+        (heads * ((value_dim + key_dim) // width), p.unit_count),
+        v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads, value_dim,
+    )  # fmt: skip
