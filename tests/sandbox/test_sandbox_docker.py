@@ -11,12 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from docker_double import Double, comparable, life, recorded
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.drivers.docker_engine import Engine, EngineError, frames
 from perilune.sandbox.drivers.docker_layer import as_tar, entry_of
-from perilune.sandbox.drivers.docker_machine import _listed
+from perilune.sandbox.drivers.docker_machine import DockerMachine, _listed
 from perilune.sandbox.guest import layer
 from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, SecretInSnapshot
 
@@ -146,6 +147,39 @@ def test_without_an_engine_the_probe_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
     with Sandboxes(tmp_path, sync="none") as sandboxes:
         assert "does not answer" in sandboxes.probe("docker").reason
+
+
+def test_a_recorded_engine_is_asked_as_it_was_and_its_answers_make_the_same_life(tmp_path, monkeypatch):
+    """Without an engine: a life of a sandbox over what a real one has said (20.10); what is sent must be what that one has taken."""
+    double = Double(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{double.path}")
+    # The recorded container's processes are not here; this one stands for its first.
+    monkeypatch.setattr(DockerMachine, "_first_process", lambda machine: os.pidfd_open(os.getpid()))
+    with Sandboxes(tmp_path / "home", sync="none") as sandboxes:
+        told = life(sandboxes)
+        entries = {entry["path"]: entry for entry in sandboxes.home.store.read_layer(told["snapshot"].layer)}
+    double.close()
+    result = told["result"]
+    assert (result.code, result.stdout, result.stderr, result.driver) == (7, b"input", b"err\n", "docker")
+    assert told["data"] == bytes(range(256)) and told["again"] == b"text\n" and told["ports"] == []
+    assert [(one.name, one.kind, one.mode) for one in told["list"]] == [
+        ("data", "file", 0o640),
+        ("tree", "folder", 0o755),
+    ]
+    assert entries["etc/shells"]["type"] == "gone" and entries["workspace/tree/deep"]["type"] == "folder"
+    assert {entries[f"workspace/tree/{name}"]["type"] for name in ("file", "hard")} == {"file", "hard"}
+    assert entries["workspace/tree/link"]["to"] == "file"
+
+    def changing(method: str, target: str) -> bool:
+        return method in ("POST", "PUT", "DELETE") and "/archive" not in target
+
+    sent = [
+        (method, target.partition("?")[0], body) for method, target, body in double.requests if changing(method, target)
+    ]
+    taken = [(one.method, one.kind[1], one.sent) for one in recorded() if changing(one.method, one.target)]
+    assert [request[:2] for request in sent] == [request[:2] for request in taken]
+    for ours, theirs in zip(sent, taken):
+        assert (comparable(ours[2]) if ours[2] else None) == (comparable(theirs[2]) if theirs[2] else None), ours[:2]
 
 
 def served(answer: bytes, path: Path) -> threading.Thread:

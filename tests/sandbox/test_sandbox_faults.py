@@ -19,7 +19,7 @@ from perilune.sandbox.drivers.cgroup import _own_folders
 from perilune.sandbox.guest import layer, wire
 from perilune.sandbox.pool import Pool, PoolLimits
 
-TESTED_DRIVERS = ("proc",)
+TESTED_DRIVERS = ("proc", "qemu")
 POINTS = 20
 
 DAEMON = """
@@ -39,7 +39,7 @@ def counted(function):
     return call
 
 pool = Pool(Sandboxes(Path(sys.argv[1]), sync="none"), PoolLimits(tick_seconds=3600))
-spec = Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20, processes=32))
+spec = Spec(limits=Limits(disk_bytes=16 << 20, processes=32))
 pool.create(spec, driver=sys.argv[2]).destroy()   # Template and fork server exist before the counting.
 for name in ("rename", "replace", "write", "unlink", "mkdir", "rmdir", "open"):
     setattr(os, name, counted(getattr(os, name)))
@@ -144,7 +144,7 @@ def check_after(home: Path, driver: str, said: list[list[str]]) -> None:
         assert pool.records() == [] and not guests() & ids
         pool.home.store.delete(pool.home.store.snapshots())
         assert pool.home.store.used_bytes() == 0
-    assert list((home / "sandboxes").iterdir()) == [] == list((home / driver / "scratch").iterdir())
+    assert list((home / "sandboxes").iterdir()) == [] == list(home.glob("*/scratch/*"))
     left = [
         path
         for folder in set(_own_folders().values())
@@ -154,8 +154,10 @@ def check_after(home: Path, driver: str, said: list[list[str]]) -> None:
     assert left == []
 
 
-@pytest.mark.timeout(1800)
-def test_a_daemon_killed_at_any_point_loses_nothing_in_silence(driver, home, count):
+@pytest.mark.timeout(3600)
+def test_a_daemon_killed_at_any_point_loses_nothing_in_silence(driver, home, count, request):
+    if driver == "qemu" and not request.config.getoption("--soak"):
+        pytest.skip("qemu: a life of machines for each kill takes long; a soak does it")
     said = killed_at(home, driver, 1 << 30)
     calls = int(said[-1][1])
     check_after(home, driver, said)
@@ -251,6 +253,8 @@ QUERIES = (
 
 def test_requests_that_are_none_leave_the_service_well(driver, home, count):
     """No answer is a server's fault; in the end a sandbox works as before."""
+    if driver != "proc":
+        pytest.skip(f"{driver}: the service takes requests apart in the same way for every driver")
     api = pytest.importorskip("perilune.sandbox.api", reason="the extra 'serve' is not installed")
     draw = random.Random(7)
     limits = PoolLimits(tick_seconds=3600, wait_seconds=0.0, sandboxes=3, park_seconds=1e6)
