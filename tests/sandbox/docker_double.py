@@ -212,6 +212,7 @@ def _noted(request: tuple[str, str, bytes], said: bytes, root: str) -> Exchange:
     if kept.get("Content-Type") == "application/json":
         body = body.replace(root.encode(), b"/var/lib/docker")
         body = re.sub(rb'("KernelVersion": ?)"[^"]*"', rb'\1"6.1.0"', body)
+        body = re.sub(rb'("SandboxKey": ?")[^"]*(/netns/)', rb"\1/var/run/docker\2", body)
     return Exchange(method, target, sent, status, kept, body)
 
 
