@@ -14,7 +14,6 @@ from torch import Tensor
 
 from perilune.bench.graphs import Calls, GraphCase
 from perilune.ops.attnres import merge, mix, phase_one, read
-from perilune.ops.choice import force
 from perilune.ops.norm import gated_rms_norm
 from perilune.ops.short_conv import short_conv
 from perilune.ops.situ_glu import situ_glu
@@ -43,8 +42,20 @@ def _gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callabl
     return lambda: torch.autograd.grad(function(*inputs), inputs, cotangent)
 
 
-def _without_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Tensor]:
-    def run() -> Tensor:
+def _all_gradients(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """The same of a function with several results, for one cotangent of all."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    cotangent = _normal(TOKENS, WIDTH)
+
+    def run() -> tuple[Tensor, ...]:
+        results = function(*inputs)
+        return torch.autograd.grad(results, inputs, [cotangent] * len(results))
+
+    return run
+
+
+def _without_gradients(function: Callable[..., object], inputs: list[Tensor]) -> Callable[[], object]:
+    def run() -> object:
         with torch.no_grad():
             return function(*inputs)
 
@@ -64,7 +75,7 @@ def cases() -> Iterator[GraphCase]:
     """All rows."""
     yield from _reads(8)
     yield from _reads(3)
-    yield _two_phases(8)
+    yield from _blocks(8)
     yield from _elementwise()
 
 
@@ -103,30 +114,35 @@ def _reads(bank: int) -> Iterator[GraphCase]:
         yield GraphCase(name=f"attnres_n{bank}_{name}", shape=shape, make=calls, peer=PEER, bytes=traffic * unit)
 
 
-def _two_phases(bank: int) -> GraphCase:
-    """A block's reads by two phases; the peer is as many single reads of ours."""
+def _blocks(bank: int) -> Iterator[GraphCase]:
+    """All reads of a block of layers: ours share one pass over the bank, the peer's read it each."""
+    unit = 2 * TOKENS * WIDTH
 
-    def calls() -> tuple[Calls, Calls]:
-        weights = _normal(SITES, WIDTH, dtype=torch.float32) / 85
-        *blocks, live = _tensors(bank + 1)
+    def ours(weights: Tensor, live: Tensor, *blocks: Tensor) -> list[Tensor]:
+        partial = phase_one(blocks, weights, EPS)
+        return [merge(partial, site, live) for site in range(SITES)]
 
-        def ours() -> None:
-            with torch.no_grad(), force("triton"):
-                partial = phase_one(blocks, weights, EPS)
-                for site in range(SITES):
-                    merge(partial, site, live)
+    def calls(wrap: Callable) -> Callable[[], tuple[Calls, Calls]]:
+        def make() -> tuple[Calls, Calls]:
+            inputs = [_normal(SITES, WIDTH, dtype=torch.float32) / 85, *_tensors(bank + 1)]
+            single = _peer_mix()
 
-        def single() -> None:
-            with torch.no_grad():
-                for site in range(SITES):
-                    mix([*blocks, live], weights[site], EPS)
+            def theirs(weights: Tensor, live: Tensor, *blocks: Tensor) -> list[Tensor]:
+                assert single is not None, "only called where the peer was found"
+                return [single(weight, *blocks, live) for weight in weights]
 
-        return [ours], [single]
+            return [wrap(ours, inputs)], [] if single is None else [wrap(theirs, inputs)]
 
-    return GraphCase(
-        name=f"attnres_n{bank}_two_phase", shape=f"n={bank} T={TOKENS} D={WIDTH} bf16, {SITES} reads", make=calls,
-        peer="single reads", bytes=(bank + 4 * SITES) * 2 * TOKENS * WIDTH,
-    )  # fmt: skip
+        return make
+
+    for name, wrap, traffic in (
+        ("fwd", _without_gradients, bank + 4 * SITES),
+        ("fwdbwd", _all_gradients, 3 * bank + 10 * SITES),
+    ):
+        yield GraphCase(
+            name=f"attnres_n{bank}_block_{name}", shape=f"n={bank} T={TOKENS} D={WIDTH} bf16, {SITES} reads",
+            make=calls(wrap), peer=f"{PEER}, single reads", bytes=traffic * unit,
+        )  # fmt: skip
 
 
 def _elementwise() -> Iterator[GraphCase]:

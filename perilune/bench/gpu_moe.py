@@ -1,10 +1,11 @@
-"""Rows of the routed experts, the router and the balancer's histogram on a GPU.
+"""Rows of the routed experts, the router, its product and the balancer's histogram on a GPU.
 
 The experts' peer is torch's own chain: rows sorted by expert, `torch._grouped_mm` for each product, SiTU-GLU as a kernel of
 its own (ours, which is kinder to the peer than a dozen element-wise ones), `index_add` into the tokens in float32. It
 keeps what autograd keeps; with `_recompute` it saves as little as ours does; in `_fp32_weights` both round master weights
 to bf16 for the products, as training does. The router's peer is sigmoid, `torch.topk`
-and gather, with the counts that the balancer needs; the histogram's is `torch.bincount`.
+and gather, with the counts that the balancer needs; the histogram's is `torch.bincount`. The peer of latent-down and router is two products of
+torch, the router's in float32.
 
 K3's shape is that of one GPU of an expert-parallel group: 56 of the 896 experts, 512 rows each.
 """
@@ -21,12 +22,14 @@ from perilune.bench.graphs import Calls, GraphCase, sets
 from perilune.ops.choice import force
 from perilune.ops.moe import route, routed_experts
 from perilune.ops.moe.quantile import QuantileHistogram
+from perilune.ops.moe.router_latent import project
 from perilune.ops.situ_glu import situ_glu
 
 K3 = (1792, 3584, 3072, 56, 16)  # N, L, F, E, A
 MINI = (8192, 512, 512, 64, 8)
 EXPERTS = {"k3": K3, "mini": MINI}
 ROUTER = (8192, 896, 16)  # N, E, A
+WIDTH, LATENT = 7168, 3584
 PEER = "torch._grouped_mm, SiTU kernel, index_add"
 
 
@@ -38,6 +41,7 @@ def cases() -> Iterator[GraphCase]:
     """Routing and histogram at K3's size; the experts at the shapes of `EXPERTS`."""
     yield _routing()
     yield _histogram()
+    yield from _products()
     for name in EXPERTS:
         yield from expert_cases(name)
 
@@ -164,3 +168,36 @@ def _histogram() -> GraphCase:
         return [lambda: ours.observe(*seen)], [theirs]
 
     return _router_case("moe_histogram", calls, 1, "torch.bincount")
+
+
+def _products() -> Iterator[GraphCase]:
+    """Latent-down and router from master weights in float32."""
+    tokens, count, _ = ROUTER
+
+    def calls(backward: bool) -> tuple[Calls, Calls]:
+        x = _normal(tokens, WIDTH)
+        leaves = [x, *(_normal(size, WIDTH, dtype=torch.float32) * WIDTH**-0.5 for size in (LATENT, count))]
+        leaves = [leaf.requires_grad_(backward) for leaf in leaves]
+        cotangents = [_normal(tokens, LATENT), _normal(tokens, count, dtype=torch.float32)]
+
+        def ours() -> object:
+            outputs = project(*leaves)
+            return torch.autograd.grad(outputs, leaves, cotangents) if backward else outputs
+
+        def theirs() -> object:
+            with force("torch"):
+                outputs = project(*leaves)
+            return torch.autograd.grad(outputs, leaves, cotangents) if backward else outputs
+
+        return [ours], [theirs]
+
+    product = 2.0 * tokens * WIDTH * (LATENT + count)
+    for kind, backward, products in (("fwd", False, 1), ("fwdbwd", True, 3)):
+
+        def make(backward: bool = backward) -> tuple[Calls, Calls]:
+            return calls(backward)
+
+        yield GraphCase(
+            name=f"moe_latent_router_{kind}", shape=f"N={tokens} D={WIDTH} L={LATENT} E={count}, logits in fp32",
+            make=make, flops=products * product, peer="two products of torch, the router's in float32",
+        )  # fmt: skip
