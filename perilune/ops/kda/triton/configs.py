@@ -24,4 +24,4 @@ SLAB = (
 )
 SUMMARY = launch(4, 2)
 SUMMARY_BLOCK = 64  # columns of a program; 128 in 8 warps reads half as much and takes as long (docs/kernels-log.md)
-FOLD = launch(4)
+FOLD = launch(8, 2)
