@@ -3,9 +3,6 @@
 A pack is a blob: `MAGIC`, the count of pages, their names, the pages. The blob's name is the hash of everything before the pages, and that
 holds their names, so a page is checked against its own name and never hashed twice. A table is a blob of three columns of 32-bit numbers:
 page number of the guest, pack (an index into the list beside the table), place in it. Pages of zeros are in no pack (`ZERO`).
-
-Names are SHA-256, 128 bits of it: with the processor's instructions for it half the time of BLAKE2b, and naming pages is what a checkpoint
-mostly does.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.sandbox.page_names import NAME, PAGE, Pages, page_names
 from perilune.sandbox.protocol import Look, StoreDamaged
 
-PAGE, NAME = 4096, 16
 MAGIC = b"PERILUNE PAGES 1"
 PACK_PAGES = 256
 ZERO = 0xFFFFFFFF
@@ -36,14 +33,6 @@ LEAST_USE = 0.5
 """Share of a pack that a table uses at least; of one that it uses less of, the pages are stored again, so that the old pack can go."""
 
 Numbers = NDArray[np.uint32]
-Pages = NDArray[np.uint8]
-"""[pages, 4096]"""
-
-
-def page_names(pages: Pages) -> list[bytes]:
-    """The name of each page."""
-    view, sha = memoryview(pages.reshape(-1)), hashlib.sha256
-    return [sha(view[at : at + PAGE]).digest()[:NAME] for at in range(0, len(view), PAGE)]
 
 
 def _head(names: Sequence[bytes]) -> bytes:
@@ -76,6 +65,11 @@ class Table:
     place: Numbers
     packs: tuple[str, ...]
 
+    def of(self, rows: NDArray[np.bool_]) -> Table:
+        """The table of some of its pages, with the packs that these need."""
+        number, pack, place = self.number[rows], self.pack[rows], self.place[rows]
+        return _compact(number, pack, place, self.packs)
+
     def encode(self) -> bytes:
         """As a blob; `packs` is kept beside it."""
         return np.stack([self.number, self.pack, self.place]).astype("<u4").tobytes()
@@ -105,12 +99,33 @@ def overlaid(under: Table, over: Table) -> Table:
         columns.append((table.number[rows], pack, table.place[rows]))
     number, pack, where = (np.concatenate(pair) for pair in zip(*columns))
     order = np.argsort(number, kind="stable")
+    return _compact(number[order], pack[order], where[order], packs)
+
+
+def _compact(number: Numbers, pack: Numbers, place: Numbers, packs: Sequence[str]) -> Table:
+    """A table with those of the packs that it uses."""
     used = np.unique(pack[pack != ZERO])
-    back = np.zeros(len(packs), np.uint32)
+    back = np.zeros(len(packs) + 1, np.uint32)
     back[used] = np.arange(len(used), dtype=np.uint32)
-    held = pack != ZERO
-    pack[held] = back[pack[held]]
-    return Table(number[order], pack[order], where[order], tuple(packs[index] for index in used))
+    return Table(
+        number.astype(np.uint32),
+        np.where(pack == ZERO, pack, back[np.minimum(pack, len(packs))]),
+        place,
+        tuple(packs[index] for index in used),
+    )
+
+
+def still_good(table: Table, changed: Numbers, packs: Packs, permanent: frozenset[str]) -> NDArray[np.bool_]:
+    """Rows of a table that the next one can take over: of pages that are not among the changed ones, in packs that are still there and of
+    which enough is used (`LEAST_USE`) or that are needed anyway."""
+    kept = ~np.isin(table.number, changed, assume_unique=True)
+    for index, name in enumerate(table.packs):
+        rows = kept & (table.pack == index)
+        if not os.path.exists(packs.path(name)) or (
+            name not in permanent and rows.sum() < LEAST_USE * packs.size(name)
+        ):
+            kept &= ~rows
+    return kept
 
 
 EMPTY = Table(*(np.zeros(0, np.uint32) for _ in range(3)), ())
@@ -166,17 +181,17 @@ class Packs:
         for name in names:
             if name not in self._sizes:
                 with contextlib.suppress(StoreDamaged):
-                    self.note(name, self.open(name)[0])
+                    held = self.open(name)[0]
+                    self.note(name, [held[at : at + NAME] for at in range(0, len(held), NAME)])
 
-    def note(self, name: str, names: bytes, *, whole: bool = False) -> None:
+    def note(self, name: str, names: Sequence[bytes], *, whole: bool = False) -> None:
         """Note the pages of one pack; `whole`: they were written just now."""
         with self._lock, contextlib.suppress(FileNotFoundError):
             if whole:
                 self._whole[name] = self._mark(name)
         with self._lock:
-            self._sizes[name] = len(names) // NAME
-            each = [names[at : at + NAME] for at in range(0, len(names), NAME)]
-            self._where.update(zip(each, zip(itertools.repeat(name), range(len(each)))))
+            self._sizes[name] = len(names)
+            self._where.update(zip(names, zip(itertools.repeat(name), range(len(names)))))
 
     def size(self, name: str) -> int:
         """Pages of a pack that was learned or noted, else 0."""
@@ -232,8 +247,8 @@ class Packs:
 class Keeps(Protocol):
     """Where packs are written: a store's batch, or a template's folder."""
 
-    def put_named(self, name: str, data: bytes) -> bool:
-        """Keep a pack under its name; returns whether it was not there yet. Raises StoreFull."""
+    def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
+        """Keep a pack, given in parts, under its name; returns whether it was not there yet. Raises StoreFull."""
         ...
 
 
@@ -254,14 +269,14 @@ class Writer:
     _names: list[str] = field(default_factory=list)
     _index: dict[str, int] = field(default_factory=dict)
 
-    def write(self, number: Numbers, pages: Pages, look: Look, where: str) -> Table:
+    def write(self, number: Numbers, pages: Pages, look: Look, what: str) -> Table:
         """Store pages; returns the table of exactly these.
 
         Args:
             number: [n] sorted page numbers.
             pages: [n, 4096] their content.
             look: is shown all that is not zero.
-            where: what to call them there.
+            what: to call them there.
 
         Raises:
             StoreFull, SecretInSnapshot: see `Batch.put` and `look`.
@@ -269,11 +284,10 @@ class Writer:
         pack, place = np.full(len(number), ZERO, np.uint32), np.zeros(len(number), np.uint32)
         todo = pages.view(np.uint64).any(axis=1)
         if todo.any():
-            look(where, _chunks(pages))
+            look(what, _chunks(pages))
         self._keep(number, pages, todo, pack, place)
         rest = np.flatnonzero(todo)
-        view, sha = memoryview(pages.reshape(-1)), hashlib.sha256
-        names = [sha(view[row * PAGE : (row + 1) * PAGE]).digest()[:NAME] for row in rest.tolist()]
+        names = page_names(pages, rest)
         fresh: dict[bytes, list[int]] = {}
         for row, name, found in zip(rest.tolist(), names, self.packs.find(names)):
             if found is not None:
@@ -281,18 +295,20 @@ class Writer:
             else:
                 fresh.setdefault(name, []).append(row)
         for row in self._of_sparse_packs(pack):
-            fresh.setdefault(page_names(pages[row : row + 1])[0], []).append(row)
+            fresh.setdefault(page_names(pages, np.array([row]))[0], []).append(row)
         order = list(fresh)
         for start in range(0, len(order), PACK_PAGES):
             some = order[start : start + PACK_PAGES]
             head = _head(some)
             name = hashlib.sha256(head).hexdigest()
-            written = self.batch.put_named(name, b"".join((head, pages[[fresh[one][0] for one in some]].data)))
-            self.packs.note(name, head[len(MAGIC) + 4 :], whole=written)
+            written = self.batch.put_named(name, head, *_runs(pages, [fresh[one][0] for one in some]))
+            self.packs.note(name, some, whole=written)
             index = self._number(name)
-            for at, one in enumerate(some):
-                pack[fresh[one]], place[fresh[one]] = index, at
-        return self._table(number, pack, place)
+            # One assignment for a pack: one for each page would cost as much as naming it.
+            rows = [(row, at) for at, one in enumerate(some) for row in fresh[one]]
+            where = np.array(rows, np.int64)
+            pack[where[:, 0]], place[where[:, 0]] = index, where[:, 1]
+        return _compact(number, pack, place, self._names)
 
     def _keep(self, number: Numbers, pages: Pages, todo: NDArray[np.bool_], pack: Numbers, place: Numbers) -> None:
         """Take over the places of pages that are as they were at the checkpoint before: comparing costs a tenth of naming."""
@@ -326,20 +342,20 @@ class Writer:
                 rows += used.tolist()
         return rows
 
-    def _table(self, number: Numbers, pack: Numbers, place: Numbers) -> Table:
-        """The table, with the packs that are still used."""
-        used = np.unique(pack[pack != ZERO])
-        back = np.full(len(self._names) + 1, ZERO, np.uint32)
-        back[used] = np.arange(len(used), dtype=np.uint32)
-        held = pack != ZERO
-        pack[held] = back[pack[held]]
-        return Table(number.astype(np.uint32), pack, place, tuple(self._names[index] for index in used))
-
     def _number(self, name: str) -> int:
         if name not in self._index:
             self._index[name] = len(self._names)
             self._names.append(name)
         return self._index[name]
+
+
+def _runs(pages: Pages, rows: list[int]) -> Iterator[memoryview]:
+    """The content of some pages, in parts: neighbours are one."""
+    view, start = memoryview(pages).cast("B"), 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1:
+            yield view[rows[start] * PAGE : (rows[at - 1] + 1) * PAGE]
+            start = at
 
 
 def _chunks(pages: Pages) -> Iterator[bytes]:

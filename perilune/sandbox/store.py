@@ -37,6 +37,8 @@ SYNCS = ("none", "batch", "full")
 system before a snapshot is published. full: every blob and folder is synced by itself."""
 AHEAD = 1 << 20
 """Bytes that a writer counts in advance; what it does not use it gives back, and what a killed one had is freed by `collect`."""
+MOST_PARTS = 1024
+"""Of one call (IOV_MAX)."""
 SMALL = 512
 """Bytes of a file system block: what a blob is counted as at least."""
 
@@ -94,18 +96,19 @@ class Batch:
         self.put_named(name, data)
         return name
 
-    def put_named(self, name: str, data: bytes) -> bool:
-        """Store a blob whose name is known, which may be a pack's; returns whether it was not there yet. Raises as `put`."""
+    def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
+        """Store a blob whose name is known, which may be a pack's, given in parts; returns whether it was not there yet. Raises as `put`."""
         path = f"{self.store.root}/blobs/{name[:2]}/{name[2:]}"
+        length = sum(len(part) for part in parts)
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_size == len(data):
+            if os.stat(path).st_size == length:
                 return False
-        size = max(len(data), SMALL)
+        size = max(length, SMALL)
         if self.credit < size:
             self._borrow(size)
         self.credit -= size
-        self.store.write_file(path, data)
-        self.new_bytes += len(data)
+        self.store.write_file(path, *parts)
+        self.new_bytes += length
         self.fresh.append(path)
         return True
 
@@ -215,8 +218,8 @@ class Store:
                 if batch.credit:
                     self.reserve(-batch.credit)
 
-    def write_file(self, path: str | Path, data: bytes, *, sync: bool | None = None) -> None:
-        """Write under a temporary name and rename, so that a reader sees all of it or nothing."""
+    def write_file(self, path: str | Path, *parts: bytes | memoryview, sync: bool | None = None) -> None:
+        """Write parts under a temporary name and rename, so that a reader sees all of it or nothing."""
         temporary = f"{self.root}/tmp/{secrets.token_hex(12)}"
         try:
             folder = os.path.dirname(path)
@@ -225,9 +228,7 @@ class Store:
                 self._folders.add(folder)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view) :]
+                _write_all(fd, parts)
                 if self.sync == "full" if sync is None else sync:
                     os.fsync(fd)
             finally:
@@ -434,6 +435,17 @@ class Store:
             except SandboxError as error:
                 found.append(f"{name}: {error}")
         return found, whole
+
+
+def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write parts one behind the other with as few calls as may be."""
+    for start in range(0, len(parts), MOST_PARTS):
+        some = parts[start : start + MOST_PARTS]
+        written = os.writev(fd, some) if len(some) > 1 else 0
+        if written < sum(len(part) for part in some):  # The rest of it, or the error that stopped it.
+            rest = memoryview(b"".join(some) if len(some) > 1 else some[0])[written:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
 
 
 def is_named(name: str, data: bytes) -> bool:

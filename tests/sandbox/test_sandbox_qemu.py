@@ -21,7 +21,8 @@ from perilune.errors import ConfigError
 from perilune.sandbox import Limits, Sandbox, Sandboxes, Spec
 from perilune.sandbox.drivers import qemu_process, qemu_template
 from perilune.sandbox.drivers.agent_channel import Channel
-from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Mismatch, StoreDamaged
+from perilune.sandbox.drivers.memory import Memory
+from perilune.sandbox.protocol import DriverUnavailable, GuestFileError, GuestLost, Mismatch, StoreDamaged, StoreFull
 
 TESTED_DRIVERS = ("qemu",)
 DEADLINE = 60.0
@@ -129,6 +130,48 @@ def test_a_checkpoint_stores_what_was_written_since_and_no_zeros(box):
     assert box.checkpoint().new_bytes < 4_000_000
 
 
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_checkpoint_reads_what_was_written_and_leaves_out_what_was_cleared(
+    sandboxes: Sandboxes, spec, monkeypatch, tracked
+):
+    if not tracked:
+        monkeypatch.setattr(qemu_process, "compiled", lambda source: None)
+        monkeypatch.setattr(sandboxes.driver("qemu"), "_ahead", {})
+    box = sandboxes.create(spec, driver="qemu")
+    if tracked and box._machine.memory.written() is None:
+        pytest.skip("this kernel does not track writes from outside (Linux 6.7)")
+    box.write_file("/workspace/big", os.urandom(8_000_000))
+    first, reads = box.checkpoint(), []
+    read = Memory.read
+    monkeypatch.setattr(Memory, "read", lambda self, number: reads.append(len(number)) or read(self, number))
+    sh(box, "printf x | dd of=/workspace/big bs=1 seek=500000 conv=notrunc 2>/dev/null")
+    second = box.checkpoint()
+    assert (sum(reads) < 1500) is tracked, f"{sum(reads)} pages were read"
+    assert second.new_bytes < 2_000_000 < 8_000_000 < second.bytes
+    wanted = sh(box, "sha256sum /workspace/big")
+    # What the second took over from the first is stored again where the first is gone.
+    sandboxes.home.store.delete([first.id, second.id])
+    third = box.checkpoint()
+    assert third.new_bytes > 8_000_000 and sandboxes.home.store.verify() == []
+    sh(box, "rm /workspace/big")
+    assert box.checkpoint().bytes < third.bytes - 7_000_000
+    again = sandboxes.resume(third.id)
+    assert sh(again, "sha256sum /workspace/big") == wanted
+    again.write_file("/workspace/more", b"of a resumed one")
+    assert sandboxes.resume(again.checkpoint().id).read_file("/workspace/more") == b"of a resumed one"
+
+
+def test_a_checkpoint_that_fails_costs_the_next_one_nothing(sandboxes: Sandboxes, box):
+    box.checkpoint()
+    box.write_file("/workspace/a", os.urandom(500_000))
+    wanted, store = sh(box, "sha256sum /workspace/a"), sandboxes.home.store
+    store.max_bytes = store.used_bytes()
+    with pytest.raises(StoreFull):
+        box.checkpoint()
+    store.max_bytes = 64 << 30
+    assert sh(sandboxes.resume(box.checkpoint().id), "sha256sum /workspace/a") == wanted
+
+
 def test_collection_keeps_a_chains_newest_whole(sandboxes: Sandboxes, box):
     store, names = sandboxes.home.store, []
     for number in range(3):
@@ -218,7 +261,7 @@ def test_no_guest_that_answers_is_said_with_the_console_and_leaves_nothing(
     monkeypatch.setattr(driver.templates, "folder", tmp_path / "none")
     started = []
     start = driver.keeper.start
-    monkeypatch.setattr(driver.keeper, "start", lambda *args: started.append(start(*args)) or started[-1])
+    monkeypatch.setattr(driver.keeper, "start", lambda *args, **more: started.append(start(*args, **more)) or started[-1])
     with pytest.raises(DriverUnavailable, match="no guest answered in 2 boots"):
         sandboxes.create(spec, driver="qemu")
     assert len(started) == 2 and not any(one.alive() for one in started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -10,7 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.sandbox.pages import EMPTY, LEAST_USE, PACK_PAGES, PAGE, ZERO, Packs, Table, Writer, overlaid, pack_name
+from perilune.sandbox import page_names
+from perilune.sandbox.pages import (
+    EMPTY,
+    LEAST_USE,
+    PACK_PAGES,
+    PAGE,
+    ZERO,
+    Packs,
+    Table,
+    Writer,
+    overlaid,
+    pack_name,
+    still_good,
+)  # fmt: skip
 from perilune.sandbox.protocol import StoreDamaged
 from perilune.sandbox.store import Store, is_named
 
@@ -58,6 +72,40 @@ def test_what_is_stored_comes_back(tmp_path_factory, rounds, fresh):
         last, _ = written(store, number, pages, last, packs)
         again = Table.decode(last.encode(), last.packs)
         assert read(Packs(store.root / "blobs"), again) == {int(page): bytes(data) for page, data in zip(number, pages)}
+
+
+def test_names_are_the_first_half_of_sha256_however_they_are_computed(monkeypatch):
+    pages = np.frombuffer(os.urandom(7 * PAGE), np.uint8).reshape(-1, PAGE)
+    wanted = [hashlib.sha256(page.tobytes()).digest()[:16] for page in pages]
+    assert page_names.page_names(pages) == wanted
+    for rows in ([], [3], [6, 0], [1, 1, 5]):
+        assert page_names.page_names(pages, np.array(rows, np.int64)) == [wanted[row] for row in rows]
+    if page_names._library() is None:
+        pytest.skip("no compiler, or a processor without instructions for SHA-256: there is one way only")
+    monkeypatch.setattr(page_names, "_library", lambda: None)
+    assert page_names.page_names(pages) == wanted and page_names.page_names(pages, np.array([6, 0])) == [
+        wanted[6],
+        wanted[0],
+    ]
+
+
+def test_what_a_checkpoint_takes_over_and_what_it_stores_again(tmp_path):
+    """Pages that changed, lie in a pack that is gone, or in one that is mostly garbage, are not taken over."""
+    store, pages = Store(tmp_path, sync="none"), np.frombuffer(os.urandom(12 * PAGE), np.uint8).reshape(-1, PAGE)
+    first, _ = written(store, np.arange(8, dtype=np.uint32), pages[:8])
+    second, _ = written(store, np.arange(8, 12, dtype=np.uint32), pages[8:])
+    table = overlaid(first, second)
+    assert still_good(table, numbers(0, 9), store.packs, frozenset()).tolist() == [
+        row not in (0, 9) for row in range(12)
+    ]
+    few = numbers(0, 1, 2, 3, 4)
+    assert still_good(table, few, store.packs, frozenset()).tolist() == [row >= 8 for row in range(12)], (
+        "3 of 8 are used"
+    )
+    assert still_good(table, few, store.packs, frozenset(first.packs)).sum() == 7, "it is needed anyway"
+    store.blob_path(second.packs[0]).unlink()
+    good = still_good(table, numbers(), store.packs, frozenset())
+    assert good.tolist() == [row < 8 for row in range(12)] and table.of(good).packs == first.packs
 
 
 def test_equal_pages_and_zeros_are_stored_once_and_not_at_all(tmp_path):

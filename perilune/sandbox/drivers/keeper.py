@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,9 @@ class Keeper:
         self._lock = threading.Lock()
 
     def start(
-        self, argv: Sequence[str], fds: Sequence[int], errors: int, groups: Sequence[str] = (), folder: str = "/"
-    ) -> Started:
+        self, argv: Sequence[str], fds: Sequence[int], errors: int, groups: Sequence[str] = (), folder: str = "/",
+        environment: Mapping[str, str] | None = None,
+    ) -> Started:  # fmt: skip
         """Start a program.
 
         Args:
@@ -76,6 +77,7 @@ class Keeper:
             errors: a file for its stdout and stderr.
             groups: cgroup.procs files that it enters first.
             folder: where it runs.
+            environment: variables that it finds beside PATH.
 
         Raises:
             DriverUnavailable: it could not be started.
@@ -85,9 +87,9 @@ class Keeper:
                 if self._server is None or self._server.poll() is not None:
                     self._launch()
                 assert self._requests is not None
-                wire.send(
-                    self._requests, {"argv": list(argv), "groups": list(groups), "folder": folder}, [errors, *fds]
-                )
+                request = {"argv": list(argv), "groups": list(groups), "folder": folder}
+                request["environment"] = dict(environment or {})
+                wire.send(self._requests, request, [errors, *fds])
                 answer = wire.receive(self._requests)
             except (OSError, wire.Malformed) as error:
                 raise DriverUnavailable(f"the process that starts machines does not answer: {error}") from error
@@ -187,7 +189,8 @@ def _become(request: dict[str, Any], fds: list[int], parent: int) -> None:
         os.dup2(number, FIRST_FD + place)
     os.closerange(3, FIRST_FD)
     os.closerange(FIRST_FD + len(moved) - 2, 4096)
-    os.execve(request["argv"][0], request["argv"], {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **request["environment"]}
+    os.execve(request["argv"][0], request["argv"], environment)
 
 
 def _above(fd: int, least: int) -> int:

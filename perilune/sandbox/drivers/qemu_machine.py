@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from perilune.sandbox.drivers.agent_channel import Channel
 from perilune.sandbox.drivers.agent_machine import AgentMachine
@@ -14,11 +17,13 @@ from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.memory import Memory
 from perilune.sandbox.drivers.qemu_process import Vm, said
 from perilune.sandbox.drivers.qemu_template import Template
-from perilune.sandbox.pages import EMPTY, Packs, Table, Writer
+from perilune.sandbox.pages import EMPTY, PACK_PAGES, PAGE, ZERO, Numbers, Packs, Table, Writer, overlaid, still_good
 from perilune.sandbox.protocol import GuestLost, Look, Saved, SecretInSnapshot, Spec
 from perilune.sandbox.store import Batch
 
 FORMAT = 1
+MEMORY = "its memory"
+"""What a secret's place is called."""
 
 
 class QemuMachine(AgentMachine):
@@ -45,6 +50,8 @@ class QemuMachine(AgentMachine):
         self.guarantees = machine_guarantees(group, spec, accelerator, template.size)
         self.seconds: dict[str, float] = {}
         self._last = EMPTY
+        self._changed: Numbers | None = None
+        """Pages that are not as `_last` says, as far as the kernel has told of them; None where it tells of none."""
         self._lock = threading.Lock()
         try:
             for procs in group.procs_files:
@@ -54,6 +61,9 @@ class QemuMachine(AgentMachine):
                 self._last, packs = saved
                 for number, pages in packs.pieces(self._last):
                     self.memory.write(number, pages)
+            self._changed = self.memory.written()
+            if self._changed is not None:  # What was just put there is as the table says.
+                self._changed = np.setdiff1d(self._changed, self._last.number, assume_unique=True)
             vm.monitor.load_devices(devices)
             self.seconds["running"] = time.monotonic() - begun
             self._channel = Channel(sandbox, vm.agent)
@@ -101,19 +111,42 @@ class QemuMachine(AgentMachine):
 
     def _save(self, batch: Batch, look: Look) -> Saved:
         devices = self.vm.monitor.save_devices()
-        number = self.memory.own_pages()
-        pages = self.memory.read(number)
         part = self.template.stored(batch)
-        packs = batch.store.packs
+        packs, permanent = batch.store.packs, frozenset(part["packs"])
         packs.learn([*part["packs"], *self._last.packs])
-        table = Writer(packs, batch, self._last, frozenset(part["packs"])).write(number, pages, look, "its memory")
+        table = self._save_memory(batch, look, permanent)
+        # What a program freed was cleared: where the template has zeros too, such a page is as if it had never been written.
+        table = table.of((table.pack != ZERO) | np.isin(table.number, self.template.table.number, assume_unique=True))
         names = {"table": batch.put(table.encode()), "devices": batch.put(devices)}
         record = {
             "format": FORMAT, "made_of": self.template.made_of, "template": part, **names, "packs": list(table.packs),
             "needs": sorted({part["table"], part["devices"], *part["packs"], *table.packs, *names.values()}),
         }  # fmt: skip
+        content = int((table.pack != ZERO).sum()) * PAGE + len(devices)
+        saved = Saved(batch.put(json.dumps(record).encode()), len(table.number), content)
         self._last = table
-        return Saved(batch.put(json.dumps(record).encode()), len(number), pages.nbytes + len(devices))
+        if self._changed is not None:
+            self._changed = self._changed[:0]
+        return saved
+
+    def _save_memory(self, batch: Batch, look: Look, permanent: frozenset[str]) -> Table:
+        """The table of all pages that are not the template's."""
+        packs, written = batch.store.packs, self.memory.written() if self._changed is not None else None
+        if self._changed is None or written is None:
+            number = self.memory.own_pages()
+            return Writer(packs, batch, self._last, permanent).write(number, self.memory.read(number), look, MEMORY)
+        # Noted before anything can fail: the kernel tells of a page once.
+        self._changed = np.union1d(self._changed, written).astype(np.uint32)
+        kept = still_good(self._last, self._changed, packs, permanent)
+        number = np.union1d(self._changed, self._last.number[~kept]).astype(np.uint32)
+        fresh = Writer(packs, batch, EMPTY, permanent).write(number, self.memory.read(number), look, MEMORY)
+        under = self._last.of(kept)
+        look(MEMORY, self._pieces(under.number))
+        return overlaid(under, fresh)
+
+    def _pieces(self, number: Numbers) -> Iterator[bytes]:
+        for start in range(0, len(number), PACK_PAGES):
+            yield self.memory.read(number[start : start + PACK_PAGES]).tobytes()
 
     def pids(self) -> list[int]:
         """See `protocol.Machine`."""

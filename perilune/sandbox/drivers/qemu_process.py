@@ -11,6 +11,7 @@ from pathlib import Path
 from perilune.sandbox.drivers.keeper import FIRST_FD, Keeper, Started
 from perilune.sandbox.drivers.qemu_monitor import Monitor
 from perilune.sandbox.guest.build_image import Image
+from perilune.sandbox.native import compiled
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost
 
 PROGRAM = "qemu-system-x86_64"
@@ -97,12 +98,15 @@ def spawn(
         argv += ["-kernel", boot[0].kernel, "-initrd", boot[0].initrd, "-append", KERNEL_LINE.format(khz=boot[2])]
     else:
         argv += ["-incoming", "defer"]
+    library = None if shared else compiled(Path(__file__).with_name("qemu_memory.c"))
+    tracking = {"LD_PRELOAD": str(library), "PERILUNE_MEMORY_BYTES": str(size)} if library is not None else {}
     agent, its_agent = socket.socketpair()
     control, its_control = socket.socketpair()
     errors = os.memfd_create("qemu")
     started: Started | None = None
     try:
-        started = keeper.start(argv, [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])], errors)
+        fds = [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])]
+        started = keeper.start(argv, fds, errors, environment=tracking)
         its_agent.close()
         its_control.close()
         return Vm(started, Monitor(sandbox, control), agent, errors)

@@ -109,10 +109,10 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         self.packs = Packs(folder / "packs")
 
-    def put_named(self, name: str, data: bytes) -> bool:
+    def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
         path = self.packs.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(b"".join(parts))
         return True
 
 
