@@ -39,7 +39,7 @@ def chosen(length: int, heads: int, rows: int = 1, in_cuda: bool = True) -> tupl
 
 
 @pytest.mark.parametrize("in_cuda", [True, False])
-def test_sequences_are_cut_where_that_fills_the_device(in_cuda: bool) -> None:
+def test_segments_fill_the_device_but_are_not_short(in_cuda: bool) -> None:
     assert chosen(8192, 96, in_cuda=in_cuda) == (1, 128)
     assert chosen(2048, 32, rows=8, in_cuda=in_cuda) == (1, 128)
     assert all(chosen(65_536, heads, in_cuda=in_cuda)[0] > 1 for heads in (1, 12, 32))
