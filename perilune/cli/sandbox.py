@@ -10,17 +10,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from perilune.cli import sandbox_manage
 from perilune.cli.sandbox_manage import one_name
+from perilune.cli.sandbox_open import created, opened, opened_there, variables
 from perilune.cli.sandbox_sizes import size
-from perilune.errors import ConfigError, SandboxError
-
-if TYPE_CHECKING:
-    from perilune.sandbox import RemoteSandbox, RemoteSandboxes
+from perilune.errors import ConfigError
 
 HELP = """usage: perilune sandbox COMMAND [options] [-- PROGRAM ARGUMENTS…]
 
@@ -83,7 +81,7 @@ def _parser() -> _Parser:
     parser.add_argument("--env", action="append", default=[])
     parser.add_argument("--secret", action="append", default=[])
     parser.add_argument("--cwd", default="/workspace")
-    parser.add_argument("--driver", default="proc")
+    parser.add_argument("--driver")
     parser.add_argument("--url", default=os.environ.get("PERILUNE_SANDBOX_URL"))
     parser.add_argument("--versions")
     parser.add_argument("--watch", action="store_true")
@@ -121,106 +119,6 @@ def _refuse_what_is_not_heard(flags: argparse.Namespace, program: list[str]) -> 
         raise ConfigError(f"sandbox {flags.command} runs no program; leave out -- {' '.join(program)}")
 
 
-def _spec(flags: argparse.Namespace) -> Any:
-    from perilune.sandbox import Limits, Spec
-
-    given = {
-        "memory_bytes": flags.memory, "disk_bytes": flags.disk, "processes": flags.processes, "cpus": flags.cpus,
-        "exec_seconds": flags.timeout,
-    }  # fmt: skip
-    limits = Limits(**{name: value for name, value in given.items() if value is not None})
-    return Spec(
-        template=flags.image or "host",
-        trees=tuple(flags.tree),
-        limits=limits,
-        network=flags.network or "none",
-        changes=flags.changes or "memory",
-    )
-
-
-def _variables(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
-    env, secrets = {}, {}
-    for pair in flags.env:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--env {pair!r} must be NAME=VALUE")
-        env[name] = value
-    for name in flags.secret:
-        if name not in os.environ:
-            raise ConfigError(f"--secret {name}: this environment has no variable {name}")
-        secrets[name] = os.environ[name]
-    return env, secrets
-
-
-@contextlib.contextmanager
-def _opened(sandboxes: Any, flags: argparse.Namespace, source: str | None) -> Iterator[Any]:
-    """A running sandbox: new, kept, or from a snapshot; kept again afterwards where that is wanted."""
-    keep = flags.keep or flags.name is not None
-    if source is not None:
-        given = [
-            name
-            for name in ("image", "network", "changes", "memory", "disk", "processes", "cpus")
-            if getattr(flags, name) is not None
-        ]
-        if given or flags.tree:
-            raise ConfigError(f"--{(given or ['tree'])[0]} is decided when a sandbox is made; {source} has its own")
-    if flags.url:
-        with _opened_there(sandboxes, flags, source, keep) as box:
-            yield box
-        return
-    if source is None:
-        box = sandboxes.create(_spec(flags), driver=flags.driver, name=flags.name)
-    elif source.startswith("snap-"):
-        box = sandboxes.resume(source, name=flags.name)
-    else:
-        if flags.name is not None:
-            raise ConfigError(f"--name {flags.name}: {source} has a name; fork it to have another one")
-        box, keep = sandboxes.open(source), True
-        try:
-            box.resume()
-        except BaseException:
-            box.release()
-            raise
-    before = box.snapshot if source is None or not source.startswith("snap-") else None
-    try:
-        yield box
-    finally:
-        if keep and box.state.value == "running":
-            try:
-                box.release()
-            except SandboxError:
-                if before is not None:  # What was kept before stays as it was.
-                    box.revert()
-                    box.release()
-                raise
-            if before is not None:
-                sandboxes.home.store.delete([before])
-            if not flags.json:
-                print(f"kept: {box.name}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _opened_there(
-    sandboxes: RemoteSandboxes, flags: argparse.Namespace, source: str | None, keep: bool
-) -> Iterator[RemoteSandbox]:
-    """The same at a service, where a kept sandbox runs on."""
-    if source is None:
-        box = sandboxes.create(_spec(flags), driver=flags.driver, name=flags.name)
-    elif source.startswith("snap-"):
-        box = sandboxes.resume(source, name=flags.name)
-    else:
-        box, keep = sandboxes.open(source), True
-        if box.state.value == "paused":
-            box.resume()
-    try:
-        yield box
-    finally:
-        if not keep:
-            box.destroy()
-        elif not flags.json:
-            print(f"kept: {box.name}", file=sys.stderr)
-
-
 def _run(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if flags.names:
         raise ConfigError(
@@ -231,7 +129,7 @@ def _run(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
 
 def _resume(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     if flags.url and not program:
-        with _opened_there(sandboxes, flags, one_name(flags, "resume"), True) as box:
+        with opened_there(sandboxes, flags, one_name(flags, "resume"), True) as box:
             print(json.dumps({"sandbox": box.name, "id": box.id, "state": box.state.value}) if flags.json else box.name)
         return 0
     return _program(sandboxes, flags, program, one_name(flags, "resume"))
@@ -242,7 +140,7 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
         raise ConfigError(
             f"sandbox {flags.command} needs a program behind --: perilune sandbox {flags.command} … -- ls /"
         )
-    with _opened(sandboxes, flags, source) as box:
+    with opened(sandboxes, flags, source) as box:
         result = _executed(box, flags, program)
     for happened, text in ((result.timed_out, "its time was over"), (result.out_of_memory, "it ran out of memory")):
         if happened and not flags.json:
@@ -270,7 +168,7 @@ def _program(sandboxes: Any, flags: argparse.Namespace, program: list[str], sour
 
 def _executed(box: Any, flags: argparse.Namespace, program: list[str]) -> Any:
     """Run the program with this process's input; its output is passed on, unless it goes into one JSON object."""
-    env, secrets = _variables(flags)
+    env, secrets = variables(flags)
     streams = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
 
     def pass_on(output: Any) -> None:
@@ -286,10 +184,9 @@ def _executed(box: Any, flags: argparse.Namespace, program: list[str]) -> Any:
 def _step(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     from perilune.cli.sandbox_step import step
 
-    def make() -> Any:
-        return sandboxes.create(_spec(flags), driver=flags.driver)
-
-    return step(sandboxes, flags, program, make, lambda box, words: _executed(box, flags, words))
+    return step(
+        sandboxes, flags, program, lambda: created(sandboxes, flags), lambda box, words: _executed(box, flags, words)
+    )
 
 
 def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
@@ -297,8 +194,8 @@ def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
         raise ConfigError("sandbox shell needs a terminal on stdin; use run or resume for scripts")
     from perilune.cli.terminal import relay, window
 
-    env, secrets = _variables(flags)
-    with _opened(sandboxes, flags, one_name(flags, "shell") if flags.names else None) as box:
+    env, secrets = variables(flags)
+    with opened(sandboxes, flags, one_name(flags, "shell") if flags.names else None) as box:
         env = {"TERM": os.environ.get("TERM", "xterm"), "PS1": f"{box.name}:\\w# ", **env}
         with contextlib.closing(
             box.terminal(

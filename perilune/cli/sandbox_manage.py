@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from perilune.cli.sandbox_open import said_if_slow
 from perilune.errors import ConfigError, SandboxError
 
 WATCH_SECONDS = 1.0
@@ -161,11 +162,17 @@ def _fork_there(sandboxes: Any, flags: argparse.Namespace, source: str) -> int:
 
 def pause(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     """Save a sandbox of a service and end its processes; one that is kept here is paused between commands anyway."""
+    from perilune.sandbox.protocol import TransitionError
+
     name = one_name(flags, "pause")
     if flags.url:
         box = sandboxes.open(name)
-        saved = box.pause()
-        snapshot = None if saved is None else saved.id
+        try:
+            box.pause()
+        except TransitionError:
+            if box.state.value != "paused":
+                raise
+        snapshot = box.snapshot
     else:
         record = sandboxes.home.find(name)
         if record.state != "paused":
@@ -198,13 +205,32 @@ def _removed(flags: argparse.Namespace, names: list[str], freed: int) -> int:
     return 0
 
 
+def _probe_text(probe: Any) -> str:
+    lines = [f"{probe.driver}: {'works' if probe.passed else 'does not work'}: {probe.reason}"]
+    lines += [f"  {'yes' if one.held else 'no ':<4}{one.name:<16}{one.how}" for one in probe.guarantees]
+    if not probe.passed and probe.driver == "proc":
+        lines.append("  needs user namespaces with mounts in them: kernel 5.11 or newer, kernel.unprivileged_userns_clone=1 where "
+                     "there is such a setting,\n  and in a container the right to make them (docker run --privileged)")  # fmt: skip
+    return "\n".join(lines)
+
+
 def doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
     """What each driver's probe found, and whether the store is whole."""
     from perilune.sandbox.drivers import DRIVERS
 
     problems: list[str] = []
+    probes: list[Any] = []
+
+    def found(probe: Any) -> None:
+        probes.append(probe)
+        if not flags.json:
+            print(_probe_text(probe), flush=True)
+
     if flags.url:
-        probes = sandboxes.probes()
+        with said_if_slow("the service looks at its drivers", flags.json):
+            theirs = sandboxes.probes()
+        for probe in theirs:
+            found(probe)
         where, used = flags.url, sandboxes.usage()["store_bytes"]
     else:
         sandboxes.home.reap()
@@ -212,20 +238,16 @@ def doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
             build = getattr(sandboxes.driver(name), "build", None)
             if build is not None:
                 build(force=True)
-        probes = [sandboxes.probe(name) for name in DRIVERS]
+        for name in DRIVERS:
+            with said_if_slow(f"looking at driver {name}; a machine boots once", flags.json):
+                probe = sandboxes.probe(name)
+            found(probe)
         problems = sandboxes.home.store.verify()
         where, used = str(sandboxes.home.store.root), sandboxes.home.store.used_bytes()
     if flags.json:
         store = {"root": where, "bytes": used, "problems": problems}
         print(json.dumps({"drivers": [asdict(probe) for probe in probes], "store": store}))
     else:
-        for probe in probes:
-            print(f"{probe.driver}: {'works' if probe.passed else 'does not work'}: {probe.reason}")
-            for guarantee in probe.guarantees:
-                print(f"  {'yes' if guarantee.held else 'no ':<4}{guarantee.name:<16}{guarantee.how}")
-            if not probe.passed and probe.driver == "proc":
-                print("  needs user namespaces with mounts in them: kernel 5.11 or newer, kernel.unprivileged_userns_clone=1 where "
-                      "there is such a setting,\n  and in a container the right to make them (docker run --privileged)")  # fmt: skip
         print(f"store: {used:,} bytes in {where}, {len(problems) or 'no'} problems")
         for problem in problems:
             print(f"  {problem}")

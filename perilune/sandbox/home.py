@@ -259,7 +259,9 @@ class Home:
             )
         record.lock = self._lock(record.id)
         if record.lock < 0:
-            raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}")
+            raise SandboxError(
+                f"sandbox {record.name} is in use by process {record.pid}; one that a service has is reached with --url URL"
+            )
         path = self.records_folder / f"{record.id}.json"
         try:
             record = Record(**json.loads(path.read_text()), lock=record.lock)

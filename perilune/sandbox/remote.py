@@ -261,7 +261,10 @@ class RemoteSandbox:
         """See `Sandbox.pause`."""
         saved = self.connection.json("POST", self._path("/pause"), {"keep_memory": keep_memory})["snapshot"]
         self.state = State.PAUSED
-        return None if saved is None else Snapshot(**saved)
+        if saved is None:
+            return None
+        self.snapshot = saved["id"]
+        return Snapshot(**saved)
 
     def resume(self) -> None:
         """See `Sandbox.resume`."""

@@ -58,7 +58,8 @@ def test_commands_against_a_service_that_is_killed_and_started_again(service, dr
     assert cli(url, "resume", "job", "--", "cat", "/workspace/n").stdout == b"1\n"
     fork = cli(url, "fork", "job").stdout.decode().strip()
     snapshot = cli(url, "snapshot", "job").stdout.decode().strip()
-    assert cli(url, "pause", fork).stdout.startswith(b"snap-")
+    paused = cli(url, "pause", fork).stdout
+    assert paused.startswith(b"snap-") and cli(url, "pause", fork).stdout == paused and fork == "job-1"
     listed = json.loads(cli(url, "ps", "--json").stdout)
     assert {row["name"]: row["state"] for row in listed["sandboxes"]} == {"job": "running", fork: "paused"}
     assert snapshot in {row["id"] for row in listed["snapshots"]} and listed["usage"]["held"] == 1

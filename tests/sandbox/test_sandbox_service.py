@@ -169,7 +169,7 @@ def test_saving_forking_pausing_and_resuming(box, remote):
     first.write_file("/workspace/a", b"2")
     assert box.read_file("/workspace/a") == second.read_file("/workspace/a") == b"1"
     saved = box.pause()
-    assert saved is not None and box.state is State.PAUSED
+    assert saved is not None and box.state is State.PAUSED and box.snapshot == saved.id
     with pytest.raises(TransitionError, match="paused"):
         box.exec(["true"])
     box.resume()
