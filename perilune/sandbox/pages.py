@@ -15,27 +15,25 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.sandbox.page_names import NAME, PAGE, Pages, page_names
-from perilune.sandbox.protocol import Look, StoreDamaged
+from perilune.sandbox.protocol import StoreDamaged
 
 MAGIC = b"PERILUNE PAGES 1"
 PACK_PAGES = 256
 ZERO = 0xFFFFFFFF
 """In a table's pack column: the page holds zeros."""
-LEAST_USE = 0.5
-"""Share of a pack that a table uses at least; of one that it uses less of, the pages are stored again, so that the old pack can go."""
-
 Numbers = NDArray[np.uint32]
 
 
-def _head(names: Sequence[bytes]) -> bytes:
+def pack_head(names: Sequence[bytes]) -> bytes:
+    """What a pack begins with, and what its name is the hash of."""
     return MAGIC + len(names).to_bytes(4, "little") + b"".join(names)
 
 
@@ -46,7 +44,7 @@ def pack_name(data: bytes | memoryview) -> str | None:
     if data[: len(MAGIC)] != MAGIC or len(data) != head + count * PAGE:
         return None
     names = page_names(np.frombuffer(data, np.uint8, count * PAGE, head).reshape(-1, PAGE))
-    return hashlib.sha256(data[:head]).hexdigest() if _head(names) == data[:head] else None
+    return hashlib.sha256(data[:head]).hexdigest() if pack_head(names) == data[:head] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class Table:
     def of(self, rows: NDArray[np.bool_]) -> Table:
         """The table of some of its pages, with the packs that these need."""
         number, pack, place = self.number[rows], self.pack[rows], self.place[rows]
-        return _compact(number, pack, place, self.packs)
+        return compact(number, pack, place, self.packs)
 
     def encode(self) -> bytes:
         """As a blob; `packs` is kept beside it."""
@@ -99,10 +97,10 @@ def overlaid(under: Table, over: Table) -> Table:
         columns.append((table.number[rows], pack, table.place[rows]))
     number, pack, where = (np.concatenate(pair) for pair in zip(*columns))
     order = np.argsort(number, kind="stable")
-    return _compact(number[order], pack[order], where[order], packs)
+    return compact(number[order], pack[order], where[order], packs)
 
 
-def _compact(number: Numbers, pack: Numbers, place: Numbers, packs: Sequence[str]) -> Table:
+def compact(number: Numbers, pack: Numbers, place: Numbers, packs: Sequence[str]) -> Table:
     """A table with those of the packs that it uses."""
     used = np.unique(pack[pack != ZERO])
     back = np.zeros(len(packs) + 1, np.uint32)
@@ -113,19 +111,6 @@ def _compact(number: Numbers, pack: Numbers, place: Numbers, packs: Sequence[str
         place,
         tuple(packs[index] for index in used),
     )
-
-
-def still_good(table: Table, changed: Numbers, packs: Packs, permanent: frozenset[str]) -> NDArray[np.bool_]:
-    """Rows of a table that the next one can take over: of pages that are not among the changed ones, in packs that are still there and of
-    which enough is used (`LEAST_USE`) or that are needed anyway."""
-    kept = ~np.isin(table.number, changed, assume_unique=True)
-    for index, name in enumerate(table.packs):
-        rows = kept & (table.pack == index)
-        if not os.path.exists(packs.path(name)) or (
-            name not in permanent and rows.sum() < LEAST_USE * packs.size(name)
-        ):
-            kept &= ~rows
-    return kept
 
 
 EMPTY = Table(*(np.zeros(0, np.uint32) for _ in range(3)), ())
@@ -242,122 +227,3 @@ class Packs:
         chosen = table.pack == ZERO
         if chosen.any():
             yield table.number[chosen], np.zeros((int(chosen.sum()), PAGE), np.uint8)
-
-
-class Keeps(Protocol):
-    """Where packs are written: a store's batch, or a template's folder."""
-
-    def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
-        """Keep a pack, given in parts, under its name; returns whether it was not there yet. Raises StoreFull."""
-        ...
-
-
-@dataclass(slots=True)
-class Writer:
-    """Stores one memory's pages in a batch; what equals the `last` table's page or is stored already is named, not written.
-
-    Attributes:
-        packs: of the store that `batch` belongs to.
-        last: the table of the checkpoint before, or EMPTY.
-        permanent: packs that are needed anyway.
-    """
-
-    packs: Packs
-    batch: Keeps
-    last: Table = EMPTY
-    permanent: frozenset[str] = frozenset()
-    _names: list[str] = field(default_factory=list)
-    _index: dict[str, int] = field(default_factory=dict)
-
-    def write(self, number: Numbers, pages: Pages, look: Look, what: str) -> Table:
-        """Store pages; returns the table of exactly these.
-
-        Args:
-            number: [n] sorted page numbers.
-            pages: [n, 4096] their content.
-            look: is shown all that is not zero.
-            what: to call them there.
-
-        Raises:
-            StoreFull, SecretInSnapshot: see `Batch.put` and `look`.
-        """
-        pack, place = np.full(len(number), ZERO, np.uint32), np.zeros(len(number), np.uint32)
-        todo = pages.view(np.uint64).any(axis=1)
-        if todo.any():
-            look(what, _chunks(pages))
-        self._keep(number, pages, todo, pack, place)
-        rest = np.flatnonzero(todo)
-        names = page_names(pages, rest)
-        fresh: dict[bytes, list[int]] = {}
-        for row, name, found in zip(rest.tolist(), names, self.packs.find(names)):
-            if found is not None:
-                pack[row], place[row] = self._number(found[0]), found[1]
-            else:
-                fresh.setdefault(name, []).append(row)
-        for row in self._of_sparse_packs(pack):
-            fresh.setdefault(page_names(pages, np.array([row]))[0], []).append(row)
-        order = list(fresh)
-        for start in range(0, len(order), PACK_PAGES):
-            some = order[start : start + PACK_PAGES]
-            head = _head(some)
-            name = hashlib.sha256(head).hexdigest()
-            written = self.batch.put_named(name, head, *_runs(pages, [fresh[one][0] for one in some]))
-            self.packs.note(name, some, whole=written)
-            index = self._number(name)
-            # One assignment for a pack: one for each page would cost as much as naming it.
-            rows = [(row, at) for at, one in enumerate(some) for row in fresh[one]]
-            where = np.array(rows, np.int64)
-            pack[where[:, 0]], place[where[:, 0]] = index, where[:, 1]
-        return _compact(number, pack, place, self._names)
-
-    def _keep(self, number: Numbers, pages: Pages, todo: NDArray[np.bool_], pack: Numbers, place: Numbers) -> None:
-        """Take over the places of pages that are as they were at the checkpoint before: comparing costs a tenth of naming."""
-        if not len(self.last.number):
-            return
-        at = np.searchsorted(self.last.number, number)
-        at[at == len(self.last.number)] = 0
-        known = todo & (self.last.number[at] == number)
-        words = pages.view(np.uint64)
-        for index, name in enumerate(self.last.packs):
-            rows = np.flatnonzero(known & (self.last.pack[at] == index))
-            if not len(rows):
-                continue
-            with contextlib.suppress(StoreDamaged):  # It was removed: its pages are stored again.
-                stored = self.packs.open(name)[1].view(np.uint64)
-                places = self.last.place[at[rows]]
-                # A few words of each tell most changed pages without reading all of them.
-                alike = np.flatnonzero((stored[:, ::64][places] == words[:, ::64][rows]).all(axis=1))
-                rows, places = rows[alike], places[alike]
-                same = (stored[places] == words[rows]).all(axis=1)
-                if same.any():
-                    pack[rows[same]], place[rows[same]] = self._number(name), places[same]
-                    todo[rows[same]] = False
-
-    def _of_sparse_packs(self, pack: Numbers) -> list[int]:
-        """Rows whose pages lie in packs that are mostly garbage by now."""
-        rows: list[int] = []
-        for index, name in enumerate(self._names):
-            used = np.flatnonzero(pack == index)
-            if name not in self.permanent and len(used) < LEAST_USE * self.packs.size(name):
-                rows += used.tolist()
-        return rows
-
-    def _number(self, name: str) -> int:
-        if name not in self._index:
-            self._index[name] = len(self._names)
-            self._names.append(name)
-        return self._index[name]
-
-
-def _runs(pages: Pages, rows: list[int]) -> Iterator[memoryview]:
-    """The content of some pages, in parts: neighbours are one."""
-    view, start = memoryview(pages).cast("B"), 0
-    for at in range(1, len(rows) + 1):
-        if at == len(rows) or rows[at] != rows[at - 1] + 1:
-            yield view[rows[start] * PAGE : (rows[at - 1] + 1) * PAGE]
-            start = at
-
-
-def _chunks(pages: Pages) -> Iterator[bytes]:
-    for start in range(0, len(pages), PACK_PAGES):
-        yield pages[start : start + PACK_PAGES].tobytes()

@@ -12,19 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.sandbox import page_names
-from perilune.sandbox.pages import (
-    EMPTY,
-    LEAST_USE,
-    PACK_PAGES,
-    PAGE,
-    ZERO,
-    Packs,
-    Table,
-    Writer,
-    overlaid,
-    pack_name,
-    still_good,
-)  # fmt: skip
+from perilune.sandbox.page_names import PAGE
+from perilune.sandbox.page_writer import LEAST_USE, Writer, still_good
+from perilune.sandbox.pages import EMPTY, PACK_PAGES, ZERO, Packs, Table, overlaid, pack_name
 from perilune.sandbox.protocol import StoreDamaged
 from perilune.sandbox.store import Store, is_named
 

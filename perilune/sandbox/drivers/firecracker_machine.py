@@ -20,7 +20,9 @@ from perilune.sandbox.drivers.firecracker_api import SOCKET, Api
 from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.keeper import Keeper, Started
 from perilune.sandbox.guest.build_image import Image
-from perilune.sandbox.pages import EMPTY, PAGE, Numbers, Pages, Table, Writer, overlaid
+from perilune.sandbox.page_names import PAGE, Pages
+from perilune.sandbox.page_writer import Writer
+from perilune.sandbox.pages import EMPTY, Numbers, Table, overlaid
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost, Limits, Look, Saved, SecretInSnapshot, Spec
 from perilune.sandbox.store import Batch, Store
 

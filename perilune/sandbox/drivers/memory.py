@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.sandbox.pages import PAGE, Numbers, Pages
+from perilune.sandbox.page_names import PAGE, Pages
+from perilune.sandbox.pages import Numbers
 from perilune.sandbox.protocol import GuestLost
 
 _PRESENT, _SWAPPED, _OF_A_FILE = 1 << 63, 1 << 62, 1 << 61

@@ -17,7 +17,9 @@ from perilune.sandbox.drivers.guarantees import machine_guarantees
 from perilune.sandbox.drivers.memory import Memory
 from perilune.sandbox.drivers.qemu_process import Vm, said
 from perilune.sandbox.drivers.qemu_template import Template
-from perilune.sandbox.pages import EMPTY, PACK_PAGES, PAGE, ZERO, Numbers, Packs, Table, Writer, overlaid, still_good
+from perilune.sandbox.page_names import PAGE
+from perilune.sandbox.page_writer import Writer, still_good
+from perilune.sandbox.pages import EMPTY, PACK_PAGES, ZERO, Numbers, Packs, Table, overlaid
 from perilune.sandbox.protocol import GuestLost, Look, Saved, SecretInSnapshot, Spec
 from perilune.sandbox.store import Batch
 
@@ -139,8 +141,9 @@ class QemuMachine(AgentMachine):
         self._changed = np.union1d(self._changed, written).astype(np.uint32)
         kept = still_good(self._last, self._changed, packs, permanent)
         number = np.union1d(self._changed, self._last.number[~kept]).astype(np.uint32)
-        fresh = Writer(packs, batch, EMPTY, permanent).write(number, self.memory.read(number), look, MEMORY)
         under = self._last.of(kept)
+        writer = Writer(packs, batch, EMPTY, permanent | frozenset(under.packs))
+        fresh = writer.write(number, self.memory.read(number), look, MEMORY)
         look(MEMORY, self._pieces(under.number))
         return overlaid(under, fresh)
 

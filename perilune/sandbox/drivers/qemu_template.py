@@ -32,7 +32,9 @@ from perilune.sandbox.drivers.qemu_host import Host
 from perilune.sandbox.drivers.qemu_process import said, spawn
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.guest.build_image import Image
-from perilune.sandbox.pages import PACK_PAGES, PAGE, Numbers, Packs, Pages, Table, Writer
+from perilune.sandbox.page_names import PAGE, Pages
+from perilune.sandbox.page_writer import Writer
+from perilune.sandbox.pages import PACK_PAGES, Numbers, Packs, Table
 from perilune.sandbox.protocol import DriverUnavailable, GuestLost
 from perilune.sandbox.store import Batch, Store
 
