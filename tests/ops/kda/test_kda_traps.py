@@ -83,6 +83,27 @@ def test_t02_one_key_repeated_for_long(implementation: str) -> None:
         assert relative_error(final.detach(), state) < limit
 
 
+def test_t02_what_negative_eigenvalues_do_not_bear() -> None:
+    """Why the GPU's bfloat16 kernels leave `allow_neg_eigval` to plain torch: all in float64 but for the entries of (I + L)^-1,
+    which for one key repeated are -beta (1 - beta)^n, alternate where beta is near 2, and have to cancel to almost nothing."""
+    generator = torch.Generator().manual_seed(0)
+    chunk, count = 64, 16
+    v, k = (torch.randn(count, chunk, 16, generator=generator, dtype=torch.float64) for _ in "vk")
+    k = torch.nn.functional.normalize(k[0, :1], dim=-1).expand(chunk, 16)
+    errors = []
+    for beta in (1.0, 2.0):
+        beta /= 1 + math.exp(-8.0)
+        inverse = torch.linalg.inv(torch.eye(chunk, dtype=torch.float64) + (beta * k @ k.mT).tril(-1))
+        states = []
+        for A in (inverse, inverse.bfloat16().double()):
+            state = torch.zeros(16, 16, dtype=torch.float64)
+            for values in v:
+                state = state + k.mT @ (A @ (beta * (values - k @ state)))
+            states.append(state)
+        errors.append(relative_error(states[1], states[0]))
+    assert errors[0] < 5e-2 and errors[1] > 1, errors
+
+
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 def test_t09_every_path_uses_the_natural_exponential(lower_bound: float | None) -> None:
     """One token, state of ones, nothing written: the new state is the decay itself."""

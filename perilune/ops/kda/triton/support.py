@@ -30,7 +30,7 @@ def unsuitable(args: Arguments) -> str | None:
         return f"the KDA kernels need K and V to be 64 or 128, not {dims[0]} and {dims[1]}"
     if args.beta_scale > 1:
         return (
-            "write strengths up to 2 (allow_neg_eigval) turn a repeated key around at every token, and the errors of the "
-            "kernels' bfloat16 operands then grow from chunk to chunk"
+            "write strengths up to 2 (allow_neg_eigval): of a repeated key the entries of (I + L)^-1 then alternate and must "
+            "cancel, which they do not once the kernels have rounded them to bfloat16"
         )
     return None
