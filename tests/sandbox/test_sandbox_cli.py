@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from perilune.sandbox import Sandboxes
+from perilune.cli.main import main
+from perilune.sandbox import Sandboxes, drivers
 from perilune.sandbox.drivers.proc_process import set_window
 from perilune.sandbox.pool import Pool
 
@@ -105,11 +106,14 @@ def test_a_secret_comes_from_the_environment_and_is_not_kept(cli):
     assert missing.returncode == 2 and b"NOT_SET" in missing.stderr
 
 
-def test_doctor_prints_what_is_promised_and_what_is_not(cli):
-    done = cli("doctor")
-    assert done.returncode == 0 and b"proc: works: ran programs" in done.stdout
-    lines = done.stdout.decode().splitlines()
-    assert any(line.split()[:2] == ["no", "guest"] for line in lines)
+def test_doctor_prints_what_is_promised_and_what_is_not(cli, home, monkeypatch, capsys):
+    # Machines are in the other form; once is enough for what takes long.
+    monkeypatch.setattr(drivers, "DRIVERS", {name: drivers.DRIVERS[name] for name in ("proc", "firecracker")})
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    assert main(["sandbox", "doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "proc: works: ran programs" in text and "\nfirecracker: " in text and "no problems" in text
+    assert any(line.split()[:2] == ["no", "guest"] for line in text.splitlines())
     report = told(cli("doctor", "--json"))
     assert report["drivers"][0]["passed"] and report["store"]["problems"] == []
     assert report["drivers"][0]["capabilities"]["snapshot"] == "files"
@@ -139,9 +143,15 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli):
         (("run", "--frobnicate"), 2, b"frobnicate"),
     ],
 )
-def test_mistakes_are_told(cli, args, code, words):
-    done = cli(*args)
-    assert done.returncode == code and words in done.stderr and b"Traceback" not in done.stderr and done.stdout == b""
+def test_mistakes_are_told(home, monkeypatch, capsys, args, code, words):
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["sandbox", *args]) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capsys.readouterr()
+    assert words in said.err.encode() and said.out == ""
 
 
 def test_help_goes_to_stdout(cli):

@@ -25,6 +25,9 @@ TESTED_DRIVERS = ("proc",)
 SPEC = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32, exec_seconds=60))
 
 
+LIMITS = PoolLimits(tick_seconds=1.0, wait_seconds=0.0, sandboxes=3, park_seconds=1e6, memory_bytes=4 << 30)
+
+
 class StorePeer:
     """A store of this process as a peer, counting, and lying where it is told to."""
 
@@ -137,14 +140,13 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture
 def fleet(cluster, driver, tmp_path) -> Iterator[Fleet]:
-    limits = PoolLimits(tick_seconds=1.0, wait_seconds=0.0, sandboxes=3, park_seconds=1e6, memory_bytes=4 << 30)
-    with Fleet(tmp_path, address=cluster, limits=limits, copies=2, sync="none") as made:
+    with Fleet(tmp_path, address=cluster, limits=LIMITS, copies=2, sync="none") as made:
         yield made
 
 
 @pytest.mark.timeout(300)
-def test_a_fleet(fleet, driver, tmp_path):
-    """One test, for a cluster takes its time to start: spread, stick, migrate, lose a machine, go on from the copies."""
+def test_a_fleet(fleet, cluster, driver, tmp_path):
+    """One test, for a cluster takes its time to start: spread, stick, migrate, lose a machine, go on from the copies, end, begin again."""
     assert sorted(fleet.nodes) == ["n0", "n1", "n2"]
     boxes = [fleet.create(SPEC, driver=driver, name=f"b{number}") for number in range(3)]
     assert {box.node for box in boxes} == {"n0", "n1", "n2"}, "the emptiest machine is next"
@@ -200,17 +202,12 @@ def test_a_fleet(fleet, driver, tmp_path):
     assert len(fleet.protect(saved.id)) == 2, "and there are two copies again"
     Home(tmp_path / gone).reap()
 
-
-@pytest.mark.timeout(120)
-def test_a_fleet_finds_its_sandboxes_again(cluster, driver, tmp_path):
-    limits = PoolLimits(tick_seconds=1.0, memory_bytes=4 << 30)
-    with Fleet(tmp_path, address=cluster, limits=limits, sync="none") as fleet:
-        box = fleet.create(SPEC, driver=driver, name="long")
-        box.write_file("/workspace/a", b"kept")
-    with Fleet(tmp_path, address=cluster, limits=replace(limits, idle_seconds=7.0), sync="none") as fleet:
-        assert fleet.open("long").read_file("/workspace/a") == b"kept"
-        with pytest.raises(ConfigError, match="copies=9"):
-            Fleet(tmp_path, address=cluster, limits=limits, copies=9, sync="none")
+    # The fleet ends, and the next one on the same folder goes on; more copies than machines are refused.
+    fleet.close()
+    with pytest.raises(ConfigError, match="copies=9 must be 1 to 3"):
+        Fleet(tmp_path, address=cluster, copies=9)
+    with Fleet(tmp_path, address=cluster, limits=replace(LIMITS, idle_seconds=7.0), sync="none") as next_one:
+        assert next_one.open(back.id).read_file("/workspace/a") == b"kept"
 
 
 def test_a_fleet_without_ray_says_what_to_install(monkeypatch):

@@ -59,6 +59,11 @@ def node_names(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
+def machines() -> dict[str, str]:
+    """The machines of the cluster that are alive: Ray's id -> name."""
+    return node_names([node for node in ray().nodes() if node["Alive"]])
+
+
 def start_nodes(folder: Path, limits: dict[str, Any], sync: str) -> dict[str, Any]:
     """An actor on each machine that is alive: name -> handle. Each has its own folder under `folder`, on its own disk."""
     package = ray()
@@ -66,10 +71,9 @@ def start_nodes(folder: Path, limits: dict[str, Any], sync: str) -> dict[str, An
 
     from perilune.sandbox.fleet.node import Node
 
-    alive = [node for node in package.nodes() if node["Alive"]]
     kind = package.remote(Node)
     actors = {}
-    for node_id, name in sorted(node_names(alive).items(), key=lambda pair: pair[1]):
+    for node_id, name in sorted(machines().items(), key=lambda pair: pair[1]):
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
         # The actor's own namespaces and control groups do the limiting: Ray only has to put it there.
         made = kind.options(scheduling_strategy=place, num_cpus=0, max_concurrency=THREADS, max_restarts=0)

@@ -50,12 +50,17 @@ class Fleet:
         sync: str = "batch",
     ) -> None:  # fmt: skip
         self._began = actors.begin(address)
-        changed = {} if limits is None else asdict(limits)
-        self.nodes: dict[str, Any] = actors.start_nodes(folder or default_folder(), changed, sync)
+        self.nodes: dict[str, Any] = {}
         self.copies = copies
-        if not 1 <= copies <= len(self.nodes):
+        if not 1 <= copies <= (most := len(actors.machines())):
             self.close()
-            raise ConfigError(f"copies={copies} must be 1 to {len(self.nodes)}, the machines of this cluster")
+            raise ConfigError(f"copies={copies} must be 1 to {most}, the machines of this cluster")
+        changed = {} if limits is None else asdict(limits)
+        try:
+            self.nodes = actors.start_nodes(folder or default_folder(), changed, sync)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Fleet:
         return self
