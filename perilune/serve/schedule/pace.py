@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import inf
 
 RECENT = 256  # steps with prompts for which short prompts are expected again after the last one
+WAIT = 3  # steps with short prompts in a row that long ones wait for
 LEAST = 64  # tokens of a piece; shorter ones would take hardly less time
 PATIENCE = (
     1.25  # times of a short step that a piece may take; with exactly one, a fixed cost would make pieces ever shorter
@@ -28,10 +29,13 @@ class Pace:
         self.tokens = inf
         self._short: float | None = None
         self._since = RECENT
+        self._waited = 0
 
-    def planned(self, *, short: bool) -> None:
-        """A step is planned; `short`: prompts of other classes than the long ones are at work."""
+    def planned(self, *, short: bool) -> bool:
+        """A step with prompts is planned; `short`: others than long ones are at work. Returns whether the long ones wait."""
         self._since = 0 if short else self._since + 1
+        self._waited = self._waited + 1 if short and self._waited < WAIT else 0
+        return self._waited > 0
 
     @property
     def most(self) -> float:

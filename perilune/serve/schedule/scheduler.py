@@ -221,7 +221,8 @@ class Scheduler:
         return Row(sequence, chunk, chunk.end == len(sequence.ids))
 
     def _plan_prompts(self, step: int, budget: int) -> list[Row]:
-        """Chunks of prompts: first each class's own share, then what is left, the most important class first."""
+        """Chunks of prompts: each class's own share, then what is left, the most important class first; classes with a cap
+        come last, and wait for the next step while others keep coming, but not for ever."""
         if budget < 1:
             return []
         classes = self.limits.classes
@@ -232,19 +233,20 @@ class Scheduler:
         for kind in prompts:
             kind.sort(key=importance)
         given: dict[str, int] = {}
-        used = [0] * len(classes)
         at_work = [bool(prompts[k] or self.queues.count(k)) for k in range(len(classes))]
-        self.pace.planned(short=any(work and shares.cap == 1.0 for work, shares in zip(at_work, classes)))
-        room = [int(min(budget, self.pace.most)) if shares.cap < 1.0 else budget for shares in classes]
-        left = budget
-        for kind, shares in enumerate(classes):
-            own = min(left, room[kind], int(shares.tokens * budget)) if at_work[kind] else 0
-            used[kind] += (taken := self._serve(kind, own, prompts[kind], given))
-            left -= taken
-        for kind, shares in enumerate(classes):
-            others = any(at_work[k] for k in range(len(classes)) if k != kind)
-            most = room[kind] if not others else min(room[kind], int(shares.cap * budget))
-            left -= self._serve(kind, min(left, most - used[kind]), prompts[kind], given)
+        own = [int(shares.tokens * budget) if work else 0 for shares, work in zip(classes, at_work)]
+        capped = [k for k, shares in enumerate(classes) if shares.cap < 1.0]
+        others = [k for k in range(len(classes)) if k not in capped]
+        wait = self.pace.planned(short=any(at_work[k] for k in others))
+        left = budget if wait else budget - sum(own[k] for k in capped)
+        left -= sum(self._serve(k, own[k], prompts[k], given) for k in others)
+        for kind in others:
+            left -= self._serve(kind, left, prompts[kind], given)
+        if not (wait and given):
+            left = budget - sum(given.values())
+            for kind in capped:
+                cap = int(classes[kind].cap * budget) if sum(at_work) > 1 else budget
+                left -= self._serve(kind, min(left, cap, int(min(budget, self.pace.most))), prompts[kind], given)
         rows = []
         for kind in prompts:
             for sequence in kind:
