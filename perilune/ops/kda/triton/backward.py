@@ -82,6 +82,9 @@ def channels_backward(
     d_key = dot(u_CV, ds_VK) * (to_tile_end * leave)  # of k where it writes: for later chunks, then for its own
     whole += tl.sum(d_key * k_CK, axis=0)
 
+    # A pair of rows has to count the same on either side, or every earlier row's decay keeps the difference: by the operands
+    # as they were rounded.
+    d_G = q_CK * (scale * d_q) + k_CK * (d_query - d_key)
     G = running + tl.where(is_lower, first[None, :], 0.0)
     for level in tl.static_range(6):
         q_factor, k_factor = level_factors(G, 1 << level, D)
@@ -89,12 +92,16 @@ def channels_backward(
         dp_T = tl.where(mask, dp, 0.0).to(T)
         dl_T = tl.where(mask, dl, 0.0).to(T)
         keys = (k_CK * k_factor).to(T)
-        d_q += dot(dp_T, keys) * q_factor
-        d_query += dot(dl_T, keys) * q_factor
         queries, corrections = (q_CK * (scale * q_factor)).to(T), (k_CK * q_factor).to(T)
-        d_key += dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries)) * k_factor
+        reads, read_corrections = dot(dp_T, keys), dot(dl_T, keys)
+        writes = dot_add(tl.trans(dl_T), corrections, dot(tl.trans(dp_T), queries))
+        d_q += reads * q_factor
+        d_query += read_corrections * q_factor
+        d_key += writes * k_factor
+        d_G += queries.to(tl.float32) * reads + corrections.to(tl.float32) * read_corrections
+        d_G -= keys.to(tl.float32) * writes
     d_q *= scale
-    d_decay = tl.cumsum(q_CK * d_q + k_CK * (d_query - d_key), axis=0, reverse=True) + whole[None, :]
+    d_decay = tl.cumsum(d_G, axis=0, reverse=True) + whole[None, :]
     d_decay = tl.where((g_CK <= CLOSED) | (r >= count)[:, None], 0.0, d_decay)
     return d_q, d_query + d_key, d_decay, q_CK, k_CK
 
