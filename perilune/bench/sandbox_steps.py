@@ -14,7 +14,6 @@ clones               overcommit_idle, _loaded: promised over measured memory (PS
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,9 +28,9 @@ SPEC = Spec(limits=Limits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes
 REPORT_OVERCOMMIT = 6.5
 SIZES = {"64KiB": 1 << 16, "10MiB": 10 << 20}
 WARM = 4
-BASE = "head -c {more} /dev/urandom > /dev/shm/base"
-WRITE = "tail -c +{number} /dev/shm/base | head -c {size} > /dev/shm/changed"
-"""Random bytes once, and another part of them each time: drawing 10 MiB anew would take an emulated processor longer than all the rest."""
+FILL = "head -c {size} /dev/urandom > /dev/shm/changed"
+SHIFT = "tail -c +2 /dev/shm/changed | dd of=/dev/shm/changed bs=65536 conv=notrunc 2> /dev/null"
+"""All of a file is other bytes than before, in the same place. Drawing them anew would take an emulated processor longer than all the rest."""
 LOAD_BYTES = 8 << 20
 LOAD = (
     f"head -c {LOAD_BYTES} /dev/urandom > /dev/shm/load; echo full; while :; do cksum < /dev/shm/load > /dev/null; done"
@@ -129,10 +128,10 @@ def checkpoint(name: str) -> Step:
 
 def _changes(box: Sandbox, size: int) -> Iterator[None]:
     """Each time, that much of its files is new."""
-    ran(box, BASE.format(more=size + 4096))
-    for number in itertools.count(1):
-        ran(box, WRITE.format(number=1 + number % 4096, size=size))
+    ran(box, FILL.format(size=size))
+    while True:
         yield
+        ran(box, SHIFT)
 
 
 def fork(bench: Bench) -> Iterator[None]:

@@ -17,9 +17,11 @@ import functools
 import json
 import os
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,8 @@ SYNCS = ("none", "batch", "full")
 system before a snapshot is published. full: every blob and folder is synced by itself."""
 AHEAD = 1 << 20
 """Bytes that a writer counts in advance; what it does not use it gives back, and what a killed one had is freed by `collect`."""
+FEW, WRITERS = 8, min(4, os.cpu_count() or 1)
+"""Blobs from which on several threads store them, and how many threads."""
 MOST_PARTS = 1024
 """Of one call (IOV_MAX)."""
 SMALL = 512
@@ -85,6 +89,7 @@ class Batch:
     new_bytes: int = 0
     credit: int = 0
     fresh: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, data: bytes) -> str:
         """Store a blob unless it is there; returns its name.
@@ -96,6 +101,13 @@ class Batch:
         self.put_named(name, data)
         return name
 
+    def put_all(self, pieces: Sequence[bytes]) -> list[str]:
+        """Store blobs as `put` does, several at a time: naming and writing leave the interpreter to other threads."""
+        if len(pieces) < FEW:
+            return [self.put(piece) for piece in pieces]
+        with ThreadPoolExecutor(WRITERS) as writers:
+            return list(writers.map(self.put, pieces))
+
     def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
         """Store a blob whose name is known, which may be a pack's, given in parts; returns whether it was not there yet. Raises as `put`."""
         path = f"{self.store.root}/blobs/{name[:2]}/{name[2:]}"
@@ -103,13 +115,8 @@ class Batch:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_size == length:
                 return False
-        size = max(length, SMALL)
-        if self.credit < size:
-            self._borrow(size)
-        self.credit -= size
+        self._count(path, length, max(length, SMALL))
         self.store.write_file(path, *parts)
-        self.new_bytes += length
-        self.fresh.append(path)
         return True
 
     def put_file(self, name: str, file: Path) -> None:
@@ -118,19 +125,24 @@ class Batch:
         if path.exists():
             return
         size = file.stat().st_size
-        if self.credit < size:
-            self._borrow(size)
+        self._count(str(path), size, size)
         path.parent.mkdir(exist_ok=True)
         try:
             os.link(file, path)
         except OSError:  # Another file system, or one without links.
-            self.put_named(name, file.read_bytes())
+            self.store.write_file(path, file.read_bytes())
             return
         if self.store.sync == "full":
             _sync_folder(path)
-        self.credit -= size
-        self.new_bytes += size
-        self.fresh.append(str(path))
+
+    def _count(self, path: str, length: int, size: int) -> None:
+        """Count a new blob. Raises StoreFull."""
+        with self._lock:
+            if self.credit < size:
+                self._borrow(size)
+            self.credit -= size
+            self.new_bytes += length
+            self.fresh.append(path)
 
     def _borrow(self, size: int) -> None:
         """Count bytes against the limit ahead of their use, so that not every blob takes the lock."""
