@@ -82,6 +82,22 @@ def box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
     return sandboxes.create(spec, driver=driver)
 
 
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory, templates: Path) -> Iterator[tuple[Sandboxes, dict[str, Sandbox]]]:
+    """Sandboxes of a whole file, one a driver."""
+    with Sandboxes(_home(tmp_path_factory.mktemp("lasting"), templates), sync="none") as made:
+        yield made, {}
+
+
+@pytest.fixture
+def shared_box(lasting: tuple[Sandboxes, dict[str, Sandbox]], driver: str, spec: Spec) -> Sandbox:
+    """A sandbox for tests that neither save nor end it, nor mind what others left in it; a machine takes its time to make."""
+    made, boxes = lasting
+    if driver not in boxes or not boxes[driver].alive():
+        boxes[driver] = made.create(spec, driver=driver)
+    return boxes[driver]
+
+
 @pytest.fixture
 def python_box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
     """A sandbox with a Python: this interpreter's folder, or the distribution's in a machine's image."""

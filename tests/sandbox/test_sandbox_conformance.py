@@ -41,8 +41,8 @@ def wait_until(box: Sandbox, script: str) -> None:
     sh(box, f"until {script}; do :; done", timeout=DEADLINE)
 
 
-def test_streams_exit_code_and_what_the_driver_promises(box, driver):
-    result = box.exec(["sh", "-c", "cat; echo err >&2; exit 7"], stdin=b"in\0put")
+def test_streams_exit_code_and_what_the_driver_promises(shared_box, driver):
+    result = shared_box.exec(["sh", "-c", "cat; echo err >&2; exit 7"], stdin=b"in\0put")
     assert (result.code, result.stdout, result.stderr, result.signal) == (7, b"in\0put", b"err\n", 0)
     assert result.driver == driver
     assert {"isolation", "network", "memory limit"} <= {guarantee.name for guarantee in result.guarantees}
@@ -51,22 +51,22 @@ def test_streams_exit_code_and_what_the_driver_promises(box, driver):
     assert result.peak_bytes > 0 or driver == "docker"
 
 
-def test_a_killed_and_a_missing_program(box):
-    killed = box.exec(["sh", "-c", "kill -9 $$"])
+def test_a_killed_and_a_missing_program(shared_box):
+    killed = shared_box.exec(["sh", "-c", "kill -9 $$"])
     assert (killed.code, killed.signal) == (137, 9)
-    missing = box.exec(["no-such-program"])
+    missing = shared_box.exec(["no-such-program"])
     assert missing.code == 127 and b"no-such-program" in missing.stderr
-    assert box.exec(["/etc/passwd"]).code == 126
+    assert shared_box.exec(["/etc/passwd"]).code == 126
     with pytest.raises(ConfigError, match="NUL"):
-        box.exec(["a\0b"])
+        shared_box.exec(["a\0b"])
 
 
-def test_large_input_and_output_pass_unchanged(box):
+def test_large_input_and_output_pass_unchanged(shared_box):
     data = os.urandom(900_000)
-    assert box.exec(["cat"], stdin=data).stdout == data
+    assert shared_box.exec(["cat"], stdin=data).stdout == data
 
 
-def test_input_from_a_descriptor_that_is_written_while_the_program_runs(box):
+def test_input_from_a_descriptor_that_is_written_while_the_program_runs(shared_box):
     read, write = os.pipe()
     answers: list[bytes] = []
 
@@ -76,15 +76,15 @@ def test_input_from_a_descriptor_that_is_written_while_the_program_runs(box):
 
     os.write(write, b"first\n")
     try:
-        result = box.exec(["cat"], stdin=read, on_output=answer, timeout=DEADLINE)
+        result = shared_box.exec(["cat"], stdin=read, on_output=answer, timeout=DEADLINE)
     finally:
         os.close(read)
     assert answers == [b"first\n", b"second\n"] and result.code == 0
 
 
-def test_output_comes_while_the_program_runs(box):
+def test_output_comes_while_the_program_runs(shared_box):
     read, write = os.pipe()
-    execution = box.start(["sh", "-c", "echo first; read line; echo $line"], stdin=read, timeout=DEADLINE)
+    execution = shared_box.start(["sh", "-c", "echo first; read line; echo $line"], stdin=read, timeout=DEADLINE)
     first = next(iter(execution))
     assert first == Output("stdout", b"first\n")
     os.write(write, b"second\n")
@@ -94,10 +94,10 @@ def test_output_comes_while_the_program_runs(box):
     os.close(write)
 
 
-def test_output_that_is_unread_at_the_end_is_neither_lost_nor_doubled(box, monkeypatch):
+def test_output_that_is_unread_at_the_end_is_neither_lost_nor_doubled(shared_box, monkeypatch):
     """The command has ended before its second piece is read."""
     monkeypatch.setattr(running, "PIECE", 1000)
-    execution = box.start(["sh", "-c", "seq 10000; seq 5 >&2"], timeout=DEADLINE)
+    execution = shared_box.start(["sh", "-c", "seq 10000; seq 5 >&2"], timeout=DEADLINE)
     outputs = iter(execution)
     first = next(outputs)
     assert select.select([execution.process.status_fd()], [], [], DEADLINE)[0]
@@ -108,16 +108,16 @@ def test_output_that_is_unread_at_the_end_is_neither_lost_nor_doubled(box, monke
     assert b"".join(output.data for output in [first, *rest] if output.stream == "stdout") == wanted
 
 
-def test_output_beyond_the_limit_is_counted_and_dropped(box):
-    result = box.exec(["sh", "-c", "head -c 3000000 /dev/zero; echo end >&2"])
+def test_output_beyond_the_limit_is_counted_and_dropped(shared_box):
+    result = shared_box.exec(["sh", "-c", "head -c 3000000 /dev/zero; echo end >&2"])
     assert (len(result.stdout), result.stdout_bytes, result.stderr) == (1 << 20, 3_000_000, b"end\n")
     assert result.truncated
 
 
-def test_a_background_process_neither_holds_a_command_up_nor_ends_with_it(box):
-    sh(box, "mkfifo /tmp/go; (read line < /tmp/go; echo done > /tmp/done) & echo started", timeout=DEADLINE)
-    sh(box, "echo > /tmp/go")
-    wait_until(box, "test -s /tmp/done")
+def test_a_background_process_neither_holds_a_command_up_nor_ends_with_it(shared_box):
+    sh(shared_box, "mkfifo /tmp/go; (read line < /tmp/go; echo done > /tmp/done) & echo started", timeout=DEADLINE)
+    sh(shared_box, "echo > /tmp/go")
+    wait_until(shared_box, "test -s /tmp/done")
 
 
 def test_timeout_ends_all_that_a_command_started_and_nothing_else(box, driver):
@@ -130,12 +130,12 @@ def test_timeout_ends_all_that_a_command_started_and_nothing_else(box, driver):
     sh(box, "kill -0 $(cat /tmp/other)")
 
 
-def test_several_commands_at_once(box):
-    sh(box, "mkfifo /tmp/a /tmp/b")
+def test_several_commands_at_once(shared_box):
+    sh(shared_box, "mkfifo /tmp/a /tmp/b")
     results = {}
 
     def one(name: str, script: str) -> None:
-        results[name] = box.exec(["sh", "-c", script], timeout=DEADLINE).stdout
+        results[name] = shared_box.exec(["sh", "-c", script], timeout=DEADLINE).stdout
 
     threads = [
         threading.Thread(target=one, args=("reader", "echo ping > /tmp/a; cat /tmp/b")),
@@ -148,29 +148,29 @@ def test_several_commands_at_once(box):
     assert results == {"reader": b"pong\n", "writer": b"ping\n"}
 
 
-def test_environment_is_the_sandboxs_own(box, monkeypatch):
+def test_environment_is_the_sandboxs_own(shared_box, monkeypatch):
     monkeypatch.setenv("HOST_ONLY", "yes")
-    lines = sh(box, "env", env={"A": "b c"}).splitlines()
-    assert "A=b c" in lines and f"PERILUNE_SANDBOX={box.id}" in lines
+    lines = sh(shared_box, "env", env={"A": "b c"}).splitlines()
+    assert "A=b c" in lines and f"PERILUNE_SANDBOX={shared_box.id}" in lines
     assert not any("HOST_ONLY" in line for line in lines)
 
 
-def test_files(box):
+def test_files(shared_box):
     data = os.urandom(200_001)
-    box.write_file("/workspace/deep/er/file", data, mode=0o640)
-    assert box.read_file("/workspace/deep/er/file") == data
-    entry = box.list("/workspace/deep/er")[0]
+    shared_box.write_file("/workspace/deep/er/file", data, mode=0o640)
+    assert shared_box.read_file("/workspace/deep/er/file") == data
+    entry = shared_box.list("/workspace/deep/er")[0]
     assert (entry.name, entry.kind, entry.size, entry.mode) == ("file", "file", 200_001, 0o640)
     with pytest.raises(GuestFileError, match="No such file"):
-        box.read_file("/workspace/none")
+        shared_box.read_file("/workspace/none")
     with pytest.raises(GuestFileError, match="more than the 100 asked for"):
-        box.read_file("/workspace/deep/er/file", max_bytes=100)
-    sh(box, "mkfifo /workspace/pipe")
+        shared_box.read_file("/workspace/deep/er/file", max_bytes=100)
+    sh(shared_box, "mkfifo /workspace/pipe")
     for path in ("/workspace/pipe", "/workspace/deep", "/dev/zero"):
         with pytest.raises(GuestFileError):
-            box.read_file(path)
+            shared_box.read_file(path)
     with pytest.raises(GuestFileError, match="not a regular file"):
-        box.write_file("/workspace/pipe", b"x")
+        shared_box.write_file("/workspace/pipe", b"x")
 
 
 def test_ports_are_reached_without_a_network(python_box, python):
@@ -264,10 +264,10 @@ def test_a_file_system_without_attributes_is_noticed(tmp_path):
         assert rooting._keeps_attributes(str(tmp_path)) and seen == []
 
 
-def test_variables_that_cannot_be_are_refused(box):
+def test_variables_that_cannot_be_are_refused(shared_box):
     for variables in ({"A=B": "1"}, {"": "1"}, {"A": "\0"}):
         with pytest.raises(ConfigError, match="without '='"):
-            box.exec(["true"], env=variables)
+            shared_box.exec(["true"], env=variables)
 
 
 def test_a_checkpoint_stores_only_what_is_new(sandboxes, box, driver):
@@ -401,10 +401,10 @@ def _state(box: Sandbox) -> bytes:
     return next(bytes(chunks[0] or b"") for entry, chunks in machine.capture() if entry["path"] == "workspace/n")
 
 
-def test_a_program_on_a_terminal_sees_it_and_the_size_of_its_window(box):
+def test_a_program_on_a_terminal_sees_it_and_the_size_of_its_window(shared_box):
     wait = "until test \"$(stty size 2> /dev/null)\" = '33 101'; do :; done; stty size"
     script = f"test -t 0 && {wait}; read line; echo got $line; stty size; exit 5"
-    process = box.terminal(["sh", "-c", script], size=(33, 101))
+    process = shared_box.terminal(["sh", "-c", script], size=(33, 101))
     with contextlib.closing(process):
         said = terminal_until(process, b"33 101")
         process.resize(40, 99)
