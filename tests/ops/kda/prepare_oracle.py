@@ -81,9 +81,9 @@ def expected(x: Inputs, s: Setting) -> Prepared:
             G = g.cumsum(0)
             decay = torch.exp((G[:, None] - G[None]).clamp(max=0))
             L = torch.einsum("rk,ck,rck->rc", k, k, decay).tril(-1) * beta[:, None]
-            A = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + L) * beta
+            A = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + L)
             P = torch.einsum("rk,ck,rck->rc", q, k, decay).tril()
-            parts.append((q * G.exp(), k * G.exp(), k * (G[-1] - G).exp(), P, A, G[-1].exp()))
+            parts.append((q * G.exp(), k * G.exp(), k * (G[-1] - G).exp(), P, A, G[-1].exp(), beta))
     return Prepared(*(torch.stack(p).unflatten(0, (-1, heads)) for p in zip(*parts, strict=True)))
 
 

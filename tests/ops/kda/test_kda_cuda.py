@@ -19,7 +19,15 @@ from perilune.ops.kda import recurrent_kda_reference
 from perilune.ops.kda.cuda import prepare as stage
 from perilune.ops.kda.triton.launch import Prepared, Setting
 
-LIMITS = {"Qd": 2.2e-3, "Kd": 2.2e-3, "Kr": 2.2e-3, "P": 4e-3, "A": 3e-3, "gamma": 1e-5}  # bfloat16: 2^-9 each
+LIMITS = {
+    "Qd": 2.2e-3,
+    "Kd": 2.2e-3,
+    "Kr": 2.2e-3,
+    "P": 4e-3,
+    "A": 3e-3,
+    "gamma": 1e-5,
+    "beta": 1e-6,
+}  # bfloat16: 2^-9 each
 GUARD = 4096  # elements on either side of an output, NaN
 
 
@@ -45,7 +53,7 @@ def run(x: Inputs, s: Setting, device: str) -> Prepared:
     chunks, (heads, key_dim) = len(x.chunks), x.g.shape[1:]
     square, rows = (chunks, heads, CHUNK, CHUNK), (chunks, heads, CHUNK, key_dim)
     made = [guarded(shape, torch.bfloat16, device) for shape in (rows, rows, rows, square, square)]
-    made.append(guarded((chunks, heads, key_dim), torch.float32, device))
+    made += (guarded((chunks, heads, size), torch.float32, device) for size in (key_dim, CHUNK))
     out = Prepared(*(view for view, _ in made))
     stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out)
     for view, whole in made:
@@ -125,7 +133,7 @@ def test_beta_of_zero(device: str) -> None:
     x.beta[::7] = 0
     check(x, setting(beta_sigmoid=False), device)
     out = run(x, setting(beta_sigmoid=False), device)
-    assert float(out.A[0, 0, 7, 7]) > 0
+    assert float(out.beta[0, 0, 7]) > 0
 
 
 @pytest.mark.parametrize("doubled", [False, True])
@@ -136,12 +144,12 @@ def test_what_it_prepares_is_the_operation(doubled: bool, device: str) -> None:
     x.chunks = torch.tensor([[t, min(CHUNK, tokens - t)] for t in range(0, tokens, CHUNK)], dtype=torch.int32)
     x.k[::2] = x.k[:1]
     v = torch.randn(tokens, 2, 32, dtype=torch.float64)
-    Qd, Kd, Kr, P, A, gamma = (t.cpu().double() for t in run(x, s, device))
+    Qd, Kd, Kr, P, A, gamma, beta = (t.cpu().double() for t in run(x, s, device))
     S, o = torch.zeros(2, 128, 32, dtype=torch.float64), []
     for n, (start, count) in enumerate(x.chunks.tolist()):
         V = torch.zeros(2, CHUNK, 32, dtype=torch.float64)
         V[:, :count] = v[start : start + count].transpose(0, 1)
-        U = A[n] @ (V - Kd[n] @ S)
+        U = A[n] @ (beta[n].unsqueeze(-1) * (V - Kd[n] @ S))
         o.append((Qd[n] @ S + P[n] @ U)[:, :count])
         S = gamma[n].unsqueeze(-1) * S + Kr[n].mT @ U
     assert x.A_log is not None and x.dt_bias is not None
@@ -160,7 +168,7 @@ def test_t01_later_tokens_do_not_move_earlier_rows(device: str) -> None:
         for name in ("q", "k", "g", "beta"):
             getattr(y, name)[at:] = -3 * getattr(y, name)[at:]
         a, b = run(x, setting(), device), run(y, setting(), device)
-        for name in ("Qd", "Kd", "P", "A"):
+        for name in ("Qd", "Kd", "P", "A", "beta"):
             assert torch.equal(getattr(a, name)[:, :, :at], getattr(b, name)[:, :, :at]), (at, name)
 
 
@@ -170,8 +178,7 @@ def test_a_nan_does_not_reach_earlier_blocks_or_other_chunks(device: str) -> Non
         getattr(x, name)[40] = float("nan")
         out = run(x, setting(), device)
         assert all(torch.isfinite(t[1]).all() for t in out), name
-        rows = (out.Qd, out.Kd, out.P) if name == "beta" else (out.Qd, out.Kd, out.P, out.A)  # beta scales A's columns
-        assert all(torch.isfinite(t[0, :, :32]).all() for t in rows), name
+        assert all(torch.isfinite(t[0, :, :32]).all() for t in (out.Qd, out.Kd, out.P, out.A, out.beta)), name
         hit = {"q": out.Qd, "k": out.Kd, "g": out.Kd, "beta": out.A}[name]
         assert hit[0, :, 40].isnan().any(), name
 

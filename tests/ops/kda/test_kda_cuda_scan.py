@@ -56,7 +56,8 @@ def case(
     wide = ((normal(chunks, heads, CHUNK, key_dim) / 10).bfloat16() for _ in range(3))
     square = ((normal(chunks, heads, CHUNK, CHUNK) / 10).tril().bfloat16() for _ in range(2))
     gamma = torch.rand(chunks, heads, key_dim, generator=generator)
-    x = Prepared(*(t.to(device) for t in (*wide, *square, gamma)))
+    beta = torch.rand(chunks, heads, CHUNK, generator=generator)
+    x = Prepared(*(t.to(device) for t in (*wide, *square, gamma, beta)))
     around = torch.full((offsets[-1], heads, value_dim + 16), NAN, dtype=torch.bfloat16)
     around[..., 8:-8] = normal(offsets[-1], heads, value_dim)
     state = normal(len(offsets) - 1, heads, value_dim, key_dim).to(device)
@@ -72,7 +73,7 @@ class Scanned(NamedTuple):
 
 def expected(c: Case) -> Scanned:
     """The docstring of scan_forward.py, in float64."""
-    Qd, Kd, Kr, P, A, gamma = (t.cpu().double() for t in c.x)
+    Qd, Kd, Kr, P, A, gamma, beta = (t.cpu().double() for t in c.x)
     v = c.v.cpu().double()
     o, final, U, S, chunk = torch.zeros_like(v), [], [], [], 0
     for n, (begin, end) in enumerate(pairwise(c.offsets)):
@@ -82,7 +83,7 @@ def expected(c: Case) -> Scanned:
             V = torch.zeros(v.shape[1], CHUNK, v.shape[2], dtype=torch.float64)
             V[:, : rows.stop - start] = v[rows].transpose(0, 1)
             S.append(state.mT)
-            U.append(A[chunk] @ (V - Kd[chunk] @ state))
+            U.append(A[chunk] @ (beta[chunk].unsqueeze(-1) * (V - Kd[chunk] @ state)))
             o[rows] = (Qd[chunk] @ state + P[chunk] @ U[-1])[:, : rows.stop - start].transpose(0, 1)
             state = gamma[chunk].unsqueeze(-1) * state + Kr[chunk].mT @ U[-1]
             chunk += 1
@@ -173,7 +174,7 @@ class Cotangents(NamedTuple):
 
 def expected_cotangents(c: Case) -> Cotangents:
     """The docstring of scan_backward.py, in float64; `c.v` stands for the cotangent of o, `c.state` of the final state."""
-    Qd, Kd, Kr, P, A, gamma = (t.cpu().double() for t in c.x)
+    Qd, Kd, Kr, P, A, gamma, beta = (t.cpu().double() for t in c.x)
     do = c.v.cpu().double()
     E, dS, entering, base = torch.zeros_like(do), [None] * len(Qd), [], 0
     for n, (begin, end) in enumerate(pairwise(c.offsets)):
@@ -183,7 +184,7 @@ def expected_cotangents(c: Case) -> Cotangents:
             dO = torch.zeros(do.shape[1], CHUNK, do.shape[2], dtype=torch.float64)
             dO[:, : rows.stop - start] = do[rows].transpose(0, 1)
             dS[chunk] = state.mT
-            e = A[chunk].mT @ (P[chunk].mT @ dO + Kr[chunk] @ state)
+            e = beta[chunk].unsqueeze(-1) * (A[chunk].mT @ (P[chunk].mT @ dO + Kr[chunk] @ state))
             E[rows] = e[:, : rows.stop - start].transpose(0, 1)
             state = gamma[chunk].unsqueeze(-1) * state + Qd[chunk].mT @ dO - Kd[chunk].mT @ e
         base += len(starts)

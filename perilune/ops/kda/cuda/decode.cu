@@ -10,18 +10,21 @@
 // way to registers, all of it at once: one after another, these small loads would take longer than the state. Both sums
 // over k are taken from the decayed state before the write, since S' q = S q + u (k . q).
 //
-// Each warp owns V / WARPS rows of S; K / 4 lanes share a row, four numbers each. The 2 M sums of a warp's rows are folded
-// over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums.
+// Each warp owns V / 8 rows of S; K / 4 lanes share a row, four numbers each. The sums of R of a lane's rows are folded
+// over the lanes together: each step halves the numbers that a lane still sums, so 31 exchanges do for 32 sums. Rows need
+// nothing of each other before the output norm: with several GROUPS of rows the first is written while the last is still
+// under way, which counts where a block has one pair only.
 //
-// Macros: THREADS (256 or 512), KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
+// Macros: GROUPS of rows, KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
 // (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first).
 #include "device.h"
 
-constexpr int K = KEY_DIM, V = VALUE_DIM, WARPS = THREADS / 32, STAGES = 3;
+constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
 constexpr int ACROSS = K / 4;               // lanes of a row
 constexpr int SIDE = 32 / ACROSS;           // rows that a warp holds side by side
 constexpr int M = V / WARPS / SIDE;         // rows of a lane
-constexpr int SPREAD = ACROSS / (2 * M);    // lanes that end with one and the same sum
+constexpr int R = M / GROUPS;               // of which so many arrive together
+constexpr int SPREAD = ACROSS / (2 * R);    // lanes that end with one and the same sum
 constexpr int CHANNELS = 2 * K + V;         // of a head, behind the convolution
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
@@ -72,11 +75,17 @@ struct Shared {
 
 constexpr int EACH = (CHANNELS + THREADS - 1) / THREADS;  // channels of a thread
 
+// copy_wait for a number that is constant once loops are unrolled.
+template <int MOST> DEVICE void wait_for_all_but(int pending) {
+    if (pending == MOST) copy_wait<MOST>();
+    else if constexpr (MOST > 0) wait_for_all_but<MOST - 1>(pending);
+}
+
 // What a thread needs of a (sequence, head) besides the state.
 struct Inputs {
     i64 slot;
-    bf16 newest[EACH], old[EACH][TAPS - 1], z, beta, gate;
-    float taps[EACH][TAPS], bias, A, norm;
+    bf16 newest[EACH], old[EACH][TAPS - 1], z, beta, gate[GROUPS];
+    float taps[EACH][TAPS], bias, A, norm[GROUPS];
 };
 
 KERNEL(THREADS, 1) decode(
@@ -89,11 +98,11 @@ KERNEL(THREADS, 1) decode(
     Shared& shared = *(Shared*)memory;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int side = lane / ACROSS, across = lane % ACROSS;
-    const int sum = across / SPREAD;                   // which sum this lane ends with: M of S k, then M of S q
-    const bool reads = sum >= M, speaks = reads && across % SPREAD == 0;
-    const int mine = side * ACROSS + (reads ? sum - M : sum) * SPREAD;  // the lane with the write of that row
+    const int sum = across / SPREAD;                   // which sum this lane ends with: R of S k, then R of S q
+    const bool reads = sum >= R, speaks = reads && across % SPREAD == 0;
+    const int mine = side * ACROSS + (reads ? sum - R : sum) * SPREAD;  // the lane with the write of that row
     const int first = warp * (V / WARPS) + side;       // this lane's rows: first + SIDE m
-    const int row_of_sum = first + SIDE * (reads ? sum - M : sum);
+    const int row_of_sum = first + SIDE * (reads ? sum - R : sum);  // of the first group; R rows on, that of the next
 
     // The slot of a program: below 0 a padding row, `slots` or above one outside the pool.
     auto slot_of = [&](int program) -> i64 {
@@ -132,26 +141,28 @@ KERNEL(THREADS, 1) decode(
         x.bias = HAS_BIAS ? dt_bias[key] : 0.0f;
         x.A = HAS_A ? A_log[head] : 0.0f;
         x.beta = beta_logit[row * beta_stride + head];
-        x.gate = gate[row * gate_stride + head * V + row_of_sum];
-        x.norm = norm_weight[row_of_sum];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            x.gate[g] = gate[row * gate_stride + head * V + row_of_sum + g * R * SIDE];
+            x.norm[g] = norm_weight[row_of_sum + g * R * SIDE];
+        }
         return x;
     };
     auto fetch = [&](int program, int stage) {
-        if (program < programs) {
-            const i64 slot = slot_of(program);
-            if (slot >= 0 && slot < slots) {
-                const float* from = state + slot * state_slot + program % heads * state_head + first * K + 4 * across;
-                float* to = shared.state[stage] + first * K + 4 * across;
+        const i64 slot = program < programs ? slot_of(program) : -1;
+        const bool there = slot >= 0 && slot < slots;
+        const float* from = state + slot * state_slot + program % heads * state_head + first * K + 4 * across;
+        float* to = shared.state[stage] + first * K + 4 * across;
 #pragma unroll
-                for (int m = 0; m < M; m++) copy_async(to + m * SIDE * K, from + m * SIDE * K);
-            }
+        for (int m = 0; m < M; m++) {
+            if (there) copy_async(to + m * SIDE * K, from + m * SIDE * K);
+            if (m % R == R - 1) copy_commit();
         }
-        copy_commit();
     };
 
     int program = blockIdx.x, stage = 0;
+    Inputs next = gather(program);  // before the state: the first pair waits for them, and they would queue behind it
     fetch(program, 0);
-    Inputs next = gather(program);
     fetch(program + gridDim.x, 1);
     for (; program < programs; program += gridDim.x) {
         const Inputs now = next;
@@ -161,7 +172,7 @@ KERNEL(THREADS, 1) decode(
         const i64 slot = now.slot;
         bf16* target = out + ((i64)row * heads + head) * V;
         if (slot < 0 || slot >= slots) {  // the same for the whole block
-            copy_wait<2>();
+            copy_wait<2 * GROUPS>();
             if (thread < V) target[thread] = slot < 0 ? to_bf16(0.0f) : (bf16)0x7fff;
             stage = (stage + 1) % STAGES;
             continue;
@@ -181,7 +192,7 @@ KERNEL(THREADS, 1) decode(
         }
         if (thread < K)
             shared.alpha[thread] = decay(to_float(now.z) + now.bias, HAS_A ? exp2_fast(LOG2E * now.A) : 1.0f, lower_bound);
-        const float beta = sigmoid(to_float(now.beta)), opened = sigmoid(to_float(now.gate)), weight = now.norm;
+        const float beta = sigmoid(to_float(now.beta));
         sync_threads();
 
         const float4 alpha = ((const float4*)shared.alpha)[across];
@@ -199,35 +210,46 @@ KERNEL(THREADS, 1) decode(
         k = make_float4(k.x * k_unit, k.y * k_unit, k.z * k_unit, k.w * k_unit);
         cross *= q_unit * k_unit;
 
-        copy_wait<2>();
-        float4 S[M];
-        float sums[2 * M];
-        const float* held = shared.state[stage] + first * K + 4 * across;
+        float o[GROUPS], squares = 0.0f;
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            float4 s = *(const float4*)(held + m * SIDE * K);
-            s = make_float4(s.x * alpha.x, s.y * alpha.y, s.z * alpha.z, s.w * alpha.w);
-            sums[m] = fmaf(s.w, k.w, fmaf(s.z, k.z, fmaf(s.y, k.y, s.x * k.x)));
-            sums[M + m] = fmaf(s.w, q.w, fmaf(s.z, q.z, fmaf(s.y, q.y, s.x * q.x)));
-            S[m] = s;
-        }
-        fold<M, ACROSS / 2>(sums, lane);
-        float u = beta * (shared.mixed[2 * K + row_of_sum] - sums[0]);  // only where this lane's sum is one of S k
-        const float o = scale * fmaf(shuffle(u, mine), cross, sums[0]);  // only where it is one of S q
-        float* to = state + slot * state_slot + head * state_head + first * K + 4 * across;
+        for (int g = 0; g < GROUPS; g++) {
+            wait_for_all_but<3 * GROUPS - 1>(3 * GROUPS - 1 - g);
+            float4 S[R];
+            float sums[2 * R];
+            const int begin = (first + g * R * SIDE) * K + 4 * across;
+            const float* held = shared.state[stage] + begin;
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            const float w = shuffle(u, side * ACROSS + m * SPREAD);
-            *(float4*)(to + m * SIDE * K) =
-                make_float4(fmaf(w, k.x, S[m].x), fmaf(w, k.y, S[m].y), fmaf(w, k.z, S[m].z), fmaf(w, k.w, S[m].w));
+            for (int m = 0; m < R; m++) {
+                float4 s = *(const float4*)(held + m * SIDE * K);
+                s = make_float4(s.x * alpha.x, s.y * alpha.y, s.z * alpha.z, s.w * alpha.w);
+                sums[m] = fmaf(s.w, k.w, fmaf(s.z, k.z, fmaf(s.y, k.y, s.x * k.x)));
+                sums[R + m] = fmaf(s.w, q.w, fmaf(s.z, q.z, fmaf(s.y, q.y, s.x * q.x)));
+                S[m] = s;
+            }
+            fold<R, ACROSS / 2>(sums, lane);
+            // u only where this lane's sum is one of S k, o only where it is one of S q
+            const float u = beta * (shared.mixed[2 * K + row_of_sum + g * R * SIDE] - sums[0]);
+            o[g] = scale * fmaf(shuffle(u, mine), cross, sums[0]);
+            float* to = state + slot * state_slot + head * state_head + begin;
+#pragma unroll
+            for (int m = 0; m < R; m++) {
+                const float w = shuffle(u, side * ACROSS + m * SPREAD);
+                *(float4*)(to + m * SIDE * K) =
+                    make_float4(fmaf(w, k.x, S[m].x), fmaf(w, k.y, S[m].y), fmaf(w, k.z, S[m].z), fmaf(w, k.w, S[m].w));
+            }
+            squares += speaks ? o[g] * o[g] : 0.0f;
         }
-        const float squares = warp_total(speaks ? o * o : 0.0f);
+        squares = warp_total(squares);
         if (lane == 0) shared.squares[warp] = squares;
         sync_threads();
         float total = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += shared.squares[w];
-        if (speaks) target[row_of_sum] = to_bf16(o * rsqrt_fast(total * (1.0f / V) + norm_eps) * weight * opened);
+        const float unit = rsqrt_fast(total * (1.0f / V) + norm_eps);
+        if (speaks)
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+                target[row_of_sum + g * R * SIDE] = to_bf16(o[g] * unit * now.norm[g] * sigmoid(to_float(now.gate[g])));
         stage = (stage + 1) % STAGES;
     }
     copy_wait<0>();

@@ -13,8 +13,8 @@ from perilune.ops.kda.arguments import L2_EPS
 from perilune.ops.triton.available import units
 
 DIMS = (64, 128)
-THREADS = 256
 STAGES = 3  # states in shared memory: one that is computed, two under way
+GROUPS = 2  # in which the rows of a state arrive and leave
 
 
 @cache
@@ -27,7 +27,6 @@ def kernel(
     bias: bool,
     index: torch.dtype | None,
     by_head: bool,
-    threads: int = THREADS,
 ) -> Kernel:
     """The kernel for these macros; see decode.cu."""
     flags = {
@@ -38,14 +37,14 @@ def kernel(
         "LONG": index == torch.int64,
         "BY_HEAD": by_head,
     }
-    floats = STAGES * key_dim * value_dim + 3 * key_dim + value_dim + threads // 32
+    floats = STAGES * key_dim * value_dim + 3 * key_dim + value_dim + 8
     return Kernel(
         Path(__file__).parent / "decode.cu",
         "decode",
         "P" * 12 + "q" * 9 + "i" * 2 + "f" * 4,
-        threads=threads,
+        threads=256,
         shared_bytes=4 * floats,
-        defines={"THREADS": threads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps}
+        defines={"GROUPS": GROUPS, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps}
         | {n: int(f) for n, f in flags.items()},
     )
 

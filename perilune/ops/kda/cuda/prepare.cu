@@ -1,7 +1,7 @@
 // Everything about a chunk that does not need the state, one block of eight warps a chunk and head:
 //
 //     Qd = q e^G      Kd = k e^G      Kr = k e^(G_last - G)      gamma = e^G_last
-//     P  = tril(q k^T with decay)     A = (I + L)^-1 diag(beta),  L = strictly lower beta k k^T with decay
+//     P  = tril(q k^T with decay)     A = (I + L)^-1,  L = strictly lower beta k k^T with decay      beta in float
 //
 // G is the running sum of the chunk's log-decays, to base 2 in here. The same factors as in ops/kda/triton/prepare.py: two
 // tiles of 32 rows, inside which rows and columns are shifted by half the bound a step (both factors stay within 2^+-116),
@@ -25,13 +25,13 @@
 
 // q, k [tokens, heads / group, K], g [tokens, heads, K], beta [tokens, heads] by strides in elements; a_log [heads] and
 // dt_bias [heads, K] float or null; chunks [chunks, 2], first token and tokens. Outputs [chunks, heads, ...]; rows of no
-// token are 0. shift: half the bound, in bits a step.
+// token are 0, of A those of the unit matrix. shift: half the bound, in bits a step.
 KERNEL(THREADS, BLOCKS)
 prepare(
     const bf16* __restrict__ q, const bf16* __restrict__ k, const void* __restrict__ g, const void* __restrict__ beta,
     const float* __restrict__ a_log, const float* __restrict__ dt_bias, const int* __restrict__ chunks,
     bf16* __restrict__ Qd, bf16* __restrict__ Kd, bf16* __restrict__ Kr, bf16* __restrict__ P, bf16* __restrict__ A,
-    float* __restrict__ gamma, float scale, float lower_bound, float shift, float beta_scale,
+    float* __restrict__ gamma, float* __restrict__ betas, float scale, float lower_bound, float shift, float beta_scale,
     i64 q_head, i64 k_head, i64 g_head, i64 beta_head, int q_token, int k_token, int g_token, int beta_token, int heads,
     int group, int flags) {
     SHARED(memory);
@@ -88,6 +88,7 @@ prepare(
                 if (fabsf(b) < LEAST_BETA) b = LEAST_BETA;
             }
             beta_of[r] = b;
+            betas[program * CHUNK + r] = b;
         }
         copy_wait<0>();
         sync_warp();

@@ -29,7 +29,7 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
     return Kernel(
         Path(__file__).parent / "prepare.cu",
         "prepare",
-        "P" * 13 + "f" * 4 + "q" * 4 + "i" * 7,
+        "P" * 14 + "f" * 4 + "q" * 4 + "i" * 7,
         threads=THREADS,
         shared_bytes=_shared_bytes(key_dim),
         defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},

@@ -68,16 +68,14 @@ DEVICE void invert_block(float* block, int lane) {
         for (int r = 0; r < 16; r++) block[r * L_STRIDE + column] = x[r];
 }
 
-// A warp finds columns 16 own .. of the inverse X and stores A = X diag(beta), once all diagonal blocks are inverted.
+// A warp finds columns 16 own .. of the inverse X and stores them in A, once all diagonal blocks are inverted.
 // As y = X^T: a block of y holds rows i, i + 8 and columns 4 t + 2 b, + 1 of block r. With the inverted diagonal blocks D,
 // X_rc = -D_r sum_n L_rn X_nc over blocks n from c to r - 1; each X_nc goes into all sums at once, which wait for nothing else.
 DEVICE void store_columns(u8* memory, bf16* A, int own, int lane) {
     const int i = lane >> 2, t = lane & 3;
-    const float* const beta_of = (const float*)(memory + BETA);
     const float* const square = (const float*)(memory + ROWS);
     const float* const mine = square + (4 * (i >> 1) + (i & 1)) * L_STRIDE + 4 * t;
     bf16* const staged = (bf16*)(memory + STAGED) + 16 * own;
-    const float column_beta[2] = {beta_of[16 * own + i], beta_of[16 * own + i + 8]};
     const int n = lane & 7, b = lane >> 4, h = lane >> 3 & 1;
     bf16* const stored = staged + (4 * (n >> 1) + 2 * b + (n & 1)) * A_STRIDE + 8 * h;
     float sum[4][2][4] = {};
@@ -108,7 +106,7 @@ DEVICE void store_columns(u8* memory, bf16* A, int own, int lane) {
 #pragma unroll
         for (int b = 0; b < 2; b++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) m[2 * b + h] = pack(y[b][2 * h] * column_beta[h], y[b][2 * h + 1] * column_beta[h]);
+            for (int h = 0; h < 2; h++) m[2 * b + h] = pack(y[b][2 * h], y[b][2 * h + 1]);
         store_matrices_transposed(m, stored + 16 * r * A_STRIDE);
     }
     sync_warp();

@@ -1,20 +1,21 @@
 // The serial part of the forward pass: walk the chunks of a unit (a sequence or a segment of one) with the state.
 //
-//     R = V - Kd S      U = A R      O = Qd S + P U      S' = gamma S + Kr^T U
+//     R = beta (V - Kd S)      U = A R      O = Qd S + P U      S' = gamma S + Kr^T U
 //
 // A block a unit, head and 64 GROUPS value channels; the state stays in registers, float. See scan_tiles.h.
 //
 // KEEP: U and the state that enters each chunk are kept for the backward pass.
 #include "scan_leave.h"
 
-// v [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K];
+// v [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K], beta [chunks, heads, 64];
 // units: see `plan`. state_in, state_out by strides: state_in null or with a row a unit if split, else a row a sequence;
 // state_out null or with a row a sequence. o [tokens, heads, V]. KEEP: U [chunks, heads, 64, V], S [chunks, heads, V, K].
 // slots null, or the place in exported [slots, heads, V, K] of the state behind each chunk, or -1.
 KERNEL(THREADS, 1)
 scan(
     const bf16* __restrict__ v, const bf16* __restrict__ Qd, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr,
-    const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const int* __restrict__ units,
+    const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const float* __restrict__ beta,
+    const int* __restrict__ units,
     const float* __restrict__ state_in, float* __restrict__ state_out, bf16* __restrict__ o, bf16* __restrict__ U,
     bf16* __restrict__ S, const int* __restrict__ slots, float* __restrict__ exported,
     i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
@@ -34,6 +35,7 @@ scan(
             fetch_wide(to, Kd, at);
             fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + token * v_token, v_token, left < CHUNK ? (int)left : CHUNK);
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
+            fetch_beta(to, beta, at);
         }
         copy_commit();
     };

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @cache
 def kernel(key_dim: int, width: int, keep: bool) -> Kernel:
     """The scan for K channels and `width` value channels a block; `keep`: U and S are written too."""
-    parameters, defines = "P" * 15 + "q" * 10 + "i" * 3, {"KEEP": int(keep)}
+    parameters, defines = "P" * 16 + "q" * 10 + "i" * 3, {"KEEP": int(keep)}
     return serial_kernel("scan", parameters, key_dim, width, defines)
 
 
@@ -47,6 +47,6 @@ def run(
     heads, value_dim = v.shape[1:]
     kernel(x.Kd.shape[-1], p.width, U is not None).launch(
         (heads * (value_dim // p.width), p.unit_count),
-        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, state, final, o, U, S, slots, exported,
+        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, state, final, o, U, S, slots, exported,
         *v.stride()[:2], *strides, *final_strides, heads, value_dim, int(p.split),
     )  # fmt: skip

@@ -1,20 +1,22 @@
 // The serial part of the backward pass: walk the chunks of a unit in reverse with the cotangent of the state.
 //
-//     dU = P^T dO + Kr dS'      E = A^T dU      dS = gamma dS' + Qd^T dO - Kd^T E
+//     dU = P^T dO + Kr dS'      E = beta A^T dU      dS = gamma dS' + Qd^T dO - Kd^T E
 //
-// A carries diag(beta), so E is the gradient of V. A block a unit, head and 64 GROUPS value channels; see scan_tiles.h.
+// E is the gradient of V. A block a unit, head and 64 GROUPS value channels; see scan_tiles.h.
 //
 // SUMMARY: only what a unit adds to the cotangent of its entry state.
 #include "scan_leave.h"
 
-// dO [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K];
+// dO [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K],
+// beta [chunks, heads, 64];
 // units: see `plan`. state_in by strides, the cotangent of the state that leaves: null or with a row a unit if split, else a row
 // a sequence, of its last unit. E [tokens, heads, V]; dS [chunks, heads, V, K], of the state that leaves each chunk; state_out
 // null or by strides, of a sequence's entry state; SUMMARY: a row a unit that does not begin a sequence, instead of all these.
 KERNEL(THREADS, 1)
 scan_backward(
     const bf16* __restrict__ dO, const bf16* __restrict__ Qd, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr,
-    const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const int* __restrict__ units,
+    const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const float* __restrict__ beta,
+    const int* __restrict__ units,
     const float* __restrict__ state_in, float* __restrict__ state_out, bf16* __restrict__ E, bf16* __restrict__ dS,
     i64 o_token, i64 o_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
@@ -49,6 +51,7 @@ scan_backward(
             fetch_wide(to, Qd, at);
             fetch_wide(to + OTHER_AT * BLOCK, Kd, at);
             fetch_gamma(to, gamma, at);
+            fetch_beta(to, beta, at);
         }
         copy_commit();
     };
@@ -105,9 +108,12 @@ scan_backward(
         u32 e[4][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            round_to(e[i], d, i);
 #pragma unroll
-            for (int j = 0; j < 4; j++) u[i][j] = e[i][j] ^ 0x80008000u;
+            for (int j = 0; j < 4; j++) {
+                const float2 b = beta_of(half, 16 * i + 8 * (j >> 1), p.lane);
+                e[i][j] = pack(b.x * d[8 * i + 2 * j], b.y * d[8 * i + 2 * j + 1]);
+                u[i][j] = e[i][j] ^ 0x80008000u;
+            }
         }
         products_begin();
         times_rows(state, u, half + OTHER_AT * BLOCK, true);

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @cache
 def kernel(key_dim: int, width: int, summary: bool) -> Kernel:
     """The kernel for K channels and `width` value channels a block; `summary`: only what units add to the cotangent."""
-    parameters, defines = "P" * 12 + "q" * 10 + "i" * 3, {"SUMMARY": int(summary)}
+    parameters, defines = "P" * 13 + "q" * 10 + "i" * 3, {"SUMMARY": int(summary)}
     return serial_kernel("scan_backward", parameters, key_dim, width, defines)
 
 
@@ -46,6 +46,6 @@ def run(
     heads, value_dim = do.shape[1:]
     kernel(x.Kd.shape[-1], p.width, E is None).launch(
         (heads * (value_dim // p.width), p.unit_count),
-        do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, leaving, entering, E, dS,
+        do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, leaving, entering, E, dS,
         *do.stride()[:2], *strides, *entering_strides, heads, value_dim, int(split),
     )  # fmt: skip

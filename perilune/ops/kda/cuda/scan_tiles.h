@@ -13,11 +13,12 @@ constexpr int K = KEY_DIM, CHUNK = 64, THREADS = 128 * GROUPS, COLUMNS = 64 * GR
 constexpr int BLOCK = 128 * CHUNK;  // bytes of 64 rows of 64 numbers
 constexpr int WIDE = K / 64;        // blocks of a tile of key channels
 constexpr int SLOTS = 5, AHEAD = SLOTS - 1;
-// Blocks of the first half: a tile of key channels, a square, values. Of the second: two of key channels, a square; gamma.
+// Blocks of the first half: a tile of key channels, a square, values. Of the second: two of key channels, a square. Behind them
+// gamma and beta.
 constexpr int SQUARE_AT = WIDE, V_AT = WIDE + 1, OTHER_AT = WIDE, OTHER_SQUARE_AT = 2 * WIDE;
 constexpr int FIRST_HALF = WIDE + 1 + GROUPS, SECOND_HALF = 2 * WIDE + 1;
 constexpr int HALF = FIRST_HALF > SECOND_HALF ? FIRST_HALF : SECOND_HALF;
-constexpr int GAMMA = HALF * BLOCK, SLOT = GAMMA + 1024;
+constexpr int GAMMA = HALF * BLOCK, BETA = GAMMA + 4 * K, SLOT = GAMMA + 1024;
 constexpr int STAGED = SLOTS * SLOT;  // a block a warpgroup, for what leaves
 
 // A unit as `plan` has it: a sequence or a segment of one.
@@ -60,6 +61,10 @@ DEVICE void fetch_square(u8* block, const bf16* x, i64 at) { fetch<8>(block, x +
 DEVICE void fetch_gamma(u8* slot, const float* gamma, i64 at) {
     const int piece = threadIdx.x;
     if (piece < K / 4) copy_async(slot + GAMMA + 16 * piece, gamma + at * K + 4 * piece);
+}
+DEVICE void fetch_beta(u8* slot, const float* beta, i64 at) {
+    const int piece = threadIdx.x;
+    if (piece < CHUNK / 4) copy_async(slot + BETA + 16 * piece, beta + at * CHUNK + 4 * piece);
 }
 
 // The half that is next has arrived for everybody, and everybody is done with the half before it.
@@ -105,7 +110,10 @@ DEVICE void read_values(u32 (&v)[4], const u8* slot, const Place& p, int s) {
     load_matrices_transposed(v, slot + (V_AT + p.group) * BLOCK + p.transposed + s * (16 * 128));
 }
 
-// U^T = (V^T - S^T Kd^T) A^T, rounded, `slot` being a first half. `work` is done while the first product is under way. VALUES
+// beta of this thread's two tokens of eight.
+DEVICE float2 beta_of(const u8* slot, int first, int lane) { return *(const float2*)(slot + BETA + 4 * first + 8 * (lane & 3)); }
+
+// U^T = (V^T - S^T Kd^T) diag(beta) A^T, rounded, `slot` being a first half. `work` is done while the first product is under way. VALUES
 // false: V = 0.
 template <class Work>
 DEVICE void find_writes(u32 (&u)[4][4], u32 (&s)[K / 16][4], const u8* slot, const Place& p, bool values, Work work) {
@@ -122,7 +130,10 @@ DEVICE void find_writes(u32 (&u)[4][4], u32 (&s)[K / 16][4], const u8* slot, con
         u32 v[4] = {0, 0, 0, 0};
         if (values) read_values(v, slot, p, n);
 #pragma unroll
-        for (int e = 0; e < 4; e++) r[n][e] = pack(low_half(v[e]) - d[8 * n + 2 * e], high_half(v[e]) - d[8 * n + 2 * e + 1]);
+        for (int e = 0; e < 4; e++) {
+            const float2 b = beta_of(slot, 16 * n + 8 * (e >> 1), p.lane);
+            r[n][e] = pack(b.x * (low_half(v[e]) - d[8 * n + 2 * e]), b.y * (high_half(v[e]) - d[8 * n + 2 * e + 1]));
+        }
     }
     products_begin();
     times_square(d, r, slot + SQUARE_AT * BLOCK, false);

@@ -1,6 +1,6 @@
 // What a segment does to the state that enters it, S -> M S + N: see ops/kda/triton/segments.py, which folds these.
 //
-//     R = V - Kd S      U = A R      S' = gamma S + Kr^T U
+//     R = beta (V - Kd S)      U = A R      S' = gamma S + Kr^T U
 //
 // from S = 0 with the segment's values for N, from unit vectors without values for M. A block a unit, head and 64 GROUPS
 // columns of N or of M. See scan_tiles.h.
@@ -11,7 +11,7 @@
 KERNEL(THREADS, 1)
 summary(
     const bf16* __restrict__ v, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr, const bf16* __restrict__ A,
-    const float* __restrict__ gamma, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
+    const float* __restrict__ gamma, const float* __restrict__ beta, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
     float* __restrict__ N, i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
     SHARED(memory);
     const Place p = place_of(threadIdx.x);
@@ -31,6 +31,7 @@ summary(
             fetch_wide(to, Kd, at);
             if (values) fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + token * v_token, v_token, CHUNK);  // whole chunks: not a last unit
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
+            fetch_beta(to, beta, at);
         }
         copy_commit();
     };

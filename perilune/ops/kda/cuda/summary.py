@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @cache
 def kernel(key_dim: int, width: int) -> Kernel:
     """The effect of segments, `width` columns a block."""
-    return serial_kernel("summary", "P" * 9 + "q" * 6 + "i" * 2, key_dim, width, {})
+    return serial_kernel("summary", "P" * 10 + "q" * 6 + "i" * 2, key_dim, width, {})
 
 
 def run(v: Tensor, x: Prepared, p: Plan, state: Tensor | None, strides: tuple[int, ...], M: Tensor, N: Tensor) -> None:
@@ -28,5 +28,5 @@ def run(v: Tensor, x: Prepared, p: Plan, state: Tensor | None, strides: tuple[in
     width = min(value_dim, key_dim)
     kernel(key_dim, width).launch(
         (heads * ((value_dim + key_dim) // width), p.unit_count),
-        v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads, value_dim,
+        v, x.Kd, x.Kr, x.A, x.gamma, x.beta, p.units, state, M, N, *v.stride()[:2], *strides, heads, value_dim,
     )  # fmt: skip

@@ -54,9 +54,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, A_log, dt_bias, Qd, Kd, Kr, P, A, gamma, U, S, M = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, *prepared, U, S, M = ctx.saved_tensors
         s: Setting = ctx.setting
-        x = Prepared(Qd, Kd, Kr, P, A, gamma)
+        x = Prepared(*prepared)
         grads = backward(
             *(flat(t) for t in (q, k, v, g, beta, do)), A_log, dt_bias, d_final, x, U, S, M, ctx.plan, s, ctx.has_state
         )
@@ -134,7 +134,7 @@ def _scan(
             return
         width = min(p.width, configs.SUMMARY_BLOCK) if summary else p.width
         scan_backward_kernel[(heads * (value_dim // width), p.unit_count)](
-            do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, source, target, E, dS, *do.stride()[:2], *leaving, *entering,
+            do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, source, target, E, dS, *do.stride()[:2], *leaving, *entering,
             heads, K=key_dim, V=value_dim, BV=width, HAS_STATE=source is not None, SPLIT=split,
             FIRST=wants_state and not summary, SUMMARY=summary, **configs.SCAN_BACKWARD[width > 64],
         )  # fmt: skip

@@ -62,6 +62,7 @@ class Prepared(NamedTuple):
     P: Tensor
     A: Tensor
     gamma: Tensor
+    beta: Tensor
 
 
 def flat(x: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def prepare(
     Qd, Kd, Kr = (torch.empty(*shape, key_dim, dtype=dtype, device=q.device) for _ in range(3))
     P, A = (torch.empty(*shape, CHUNK, dtype=dtype, device=q.device) for _ in range(2))
     gamma = torch.empty(p.chunk_count, heads, key_dim, dtype=torch.float32, device=q.device)
-    out = Prepared(Qd, Kd, Kr, P, A, gamma)
+    strength = torch.empty(p.chunk_count, heads, CHUNK, dtype=torch.float32, device=q.device)
+    out = Prepared(Qd, Kd, Kr, P, A, gamma, strength)
     if not p.chunk_count:
         return out
     if cuda_prepare.unsuitable(q, k, g, beta, s) is None:
@@ -134,7 +136,7 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, in_
     else:
         width = min(configs.SUMMARY_BLOCK, value_dim, key_dim)
         summary_kernel[(heads * (value_dim // width + key_dim // width), p.unit_count)](
-            v, x.Kd, x.Kr, x.A, x.gamma, p.units, state, M, N, *v.stride()[:2], *strides, heads,
+            v, x.Kd, x.Kr, x.A, x.gamma, x.beta, p.units, state, M, N, *v.stride()[:2], *strides, heads,
             K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
         )  # fmt: skip
     width = min(32, value_dim)
@@ -183,7 +185,7 @@ def forward(
         cuda_scan.run(v, x, p, entry.state, entry.strides, final, final_strides, o, U, S, *exports)
     else:
         scan_forward_kernel[(heads * (value_dim // p.width), p.unit_count)](
-            v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, p.units, entry.state, final, o, U, S, *exports,
+            v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, entry.state, final, o, U, S, *exports,
             *v.stride()[:2], *entry.strides, *final_strides, heads, K=key_dim, V=value_dim, BV=p.width,
             HAS_STATE=entry.state is not None, SPLIT=p.split, FINAL=s.final, KEEP=s.keep,
             **(configs.SCAN if exports[0] is None else configs.SCAN_EXPORTS)[p.width > 64],

@@ -3,7 +3,7 @@
 From q, k, the decay logits and beta of 64 tokens (G = cumulative log-decay of the chunk, q scaled):
 
     Qd = q e^G      Kd = k e^G      Kr = k e^(G_last - G)      gamma = e^G_last
-    P  = tril(q k^T with decay)     A = (I + L)^-1 diag(beta),  L = strictly lower beta k k^T with decay
+    P  = tril(q k^T with decay)     A = (I + L)^-1,  L = strictly lower beta k k^T with decay      beta in float32
 
 A product of rows r >= c carries e^(G_r - G_c), split into two factors. With decays of at least e^-5 a step:
 
@@ -87,14 +87,15 @@ def tile_sums(g_CK, D: tl.constexpr):
 @triton.jit
 def prepare_kernel(
     q, k, g, beta, a_log, dt_bias, chunks,
-    Qd, Kd, Kr, P, A, gamma,
+    Qd, Kd, Kr, P, A, gamma, betas,
     scale, lower_bound, shift, beta_scale,
     q_token, q_head, k_token, k_head, g_token, g_head, beta_token, beta_head,
     heads, group,
     K: tl.constexpr, L2: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """chunks: int32 `[chunks, 2]`, first token and tokens. Outputs `[chunks, heads, ...]`, rows of no token are 0."""
+    """chunks: int32 `[chunks, 2]`, first token and tokens. Outputs `[chunks, heads, ...]`, rows of no token are 0, of A those of the unit
+    matrix."""
     program = tl.program_id(0).to(tl.int64)
     chunk = program // heads
     head = program % heads
@@ -156,4 +157,5 @@ def prepare_kernel(
             l = tl.where(mask, dot((k_CK * q_factor).to(T), keys), l)
     tl.store(P + square, tl.where(row >= column, p, 0.0).to(T))
     inverse = unit_lower_inverse(tl.where(row > column, l, 0.0) * beta_C[:, None])
-    tl.store(A + square, (inverse * beta_C[None, :]).to(T))
+    tl.store(A + square, inverse.to(T))
+    tl.store(betas + program * CHUNK + r, beta_C)

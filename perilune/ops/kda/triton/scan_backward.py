@@ -1,8 +1,8 @@
 """The serial part of the backward pass: walk the chunks in reverse with the cotangent of the state.
 
-    dU = P^T dO + Kr dS'      E = A^T dU      dS = gamma dS' + Qd^T dO - Kd^T E
+    dU = P^T dO + Kr dS'      E = beta A^T dU      dS = gamma dS' + Qd^T dO - Kd^T E
 
-A carries diag(beta), so E is the gradient of V; with dR of kernels §2.4, E = beta dR. Transposed as in `scan_forward`.
+E is the gradient of V; with dR of kernels §2.4, E = beta dR. Transposed as in `scan_forward`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from perilune.ops.kda.triton.tiles import CHUNK, dot, dot_add, trips
 
 @triton.jit
 def scan_backward_kernel(
-    do, Qd, Kd, Kr, P, A, gamma, units, state_in, state_out, E, dS,
+    do, Qd, Kd, Kr, P, A, gamma, beta, units, state_in, state_out, E, dS,
     do_token, do_head, in_unit, in_head, in_v, in_k, out_unit, out_head, out_v, out_k,
     heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -67,13 +67,14 @@ def scan_backward_kernel(
         qd = tl.load(Qd + at * (CHUNK * K) + rows)
         kd = tl.load(Kd + at * (CHUNK * K) + rows)
         decay = tl.load(gamma + at * K + channel)
+        strength = tl.load(beta + at * CHUNK + r)
         do_CV = tl.load(do + tokens[:, None] * do_token + head * do_head + value[None, :], mask=there, other=0.0)
         do_VC = tl.trans(do_CV.to(T))
         s = state.to(T)
         if not SUMMARY:
             tl.store(dS + at * (V * K) + inside, s)
         du = dot_add(do_VC, p, dot(s, tl.trans(kr)))
-        e = dot(du.to(T), a)
+        e = dot(du.to(T), a) * strength[None, :]
         state = dot_add(do_VC, qd, state * decay[None, :])
         state = dot_add((-e).to(T), kd, state)
         if not SUMMARY:

@@ -1,6 +1,6 @@
 """The serial part of the forward pass: walk the chunks of a unit (a sequence or a segment of one) with the state.
 
-    R = V - Kd S      U = A R      O = Qd S + P U      S' = gamma S + Kr^T U
+    R = beta (V - Kd S)      U = A R      O = Qd S + P U      S' = gamma S + Kr^T U
 
 Everything is held transposed, S^T `[V, K]` with V on the rows of the tensor cores: S, R and U then go from one product's
 accumulator straight into the next product's registers, and only what `prepare` wrote comes from shared memory.
@@ -16,7 +16,7 @@ from perilune.ops.kda.triton.tiles import CHUNK, dot, dot_add, trips
 
 @triton.jit
 def scan_forward_kernel(
-    v, Qd, Kd, Kr, P, A, gamma, units, state_in, state_out, o, U, S, slots, exported,
+    v, Qd, Kd, Kr, P, A, gamma, beta, units, state_in, state_out, o, U, S, slots, exported,
     v_token, v_head, in_unit, in_head, in_v, in_k, out_unit, out_head, out_v, out_k,
     heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -59,12 +59,13 @@ def scan_forward_kernel(
         a = tl.load(A + at * (CHUNK * CHUNK) + square)
         p = tl.load(P + at * (CHUNK * CHUNK) + square)
         decay = tl.load(gamma + at * K + channel)
+        strength = tl.load(beta + at * CHUNK + r)
         v_CV = tl.load(v + tokens[:, None] * v_token + head * v_head + value[None, :], mask=there, other=0.0)
         s = state.to(T)
         if KEEP:
             tl.store(S + at * (V * K) + value[:, None] * K + channel[None, :], s)
         error = tl.trans(v_CV).to(tl.float32) - dot(s, tl.trans(kd))
-        u = dot(error.to(T), tl.trans(a)).to(T)
+        u = dot((error * strength[None, :]).to(T), tl.trans(a)).to(T)
         out = dot_add(u, tl.trans(p), dot(s, tl.trans(qd)))
         state = dot_add(u, kr, state * decay[None, :])
         if slots is not None:

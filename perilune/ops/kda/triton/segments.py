@@ -23,7 +23,7 @@ def precise_dot(a, b, accumulator):
 
 @triton.jit
 def summary_kernel(
-    v, Kd, Kr, A, gamma, units, state_in, M, N,
+    v, Kd, Kr, A, gamma, beta, units, state_in, M, N,
     v_token, v_head, in_unit, in_head, in_v, in_k,
     heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_STATE: tl.constexpr,
@@ -70,9 +70,10 @@ def summary_kernel(
         kr = tl.load(Kr + at * (CHUNK * K) + rows)
         a = tl.load(A + at * (CHUNK * CHUNK) + square)
         decay = tl.load(gamma + at * K + channel)
+        strength = tl.load(beta + at * CHUNK + r)
         v_CV = tl.load(v + tokens[:, None] * v_token + head * v_head + column[None, :], mask=there, other=0.0)
         error = tl.trans(v_CV).to(tl.float32) - dot(state.to(T), tl.trans(kd))
-        u = dot(error.to(T), tl.trans(a)).to(T)
+        u = dot((error * strength[None, :]).to(T), tl.trans(a)).to(T)
         state = dot_add(u, kr, state * decay[None, :])
     inside = column[:, None] * K + channel[None, :]
     if writes:
