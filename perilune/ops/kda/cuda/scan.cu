@@ -21,73 +21,62 @@ scan(
     i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
-    const Place p = place_of(threadIdx.x);
     const int blocks = value_dim / COLUMNS, head = blockIdx.x / (u32)blocks, column = blockIdx.x % (u32)blocks * COLUMNS;
     const Unit unit = unit_of(units, blockIdx.y);
-    u8* const staged = memory + STAGED + p.group * BLOCK;
-    const bf16* const v_own = v + head * v_head + column;
-
     auto tile = [&](int n) { return (unit.first + n) * heads + head; };
-    auto fetch_first = [&](int n, int slot) {
-        if (n < unit.count) {
-            u8* const to = memory + slot * SLOT;
-            const i64 at = tile(n), token = unit.token + CHUNK * n, left = unit.end - token;
+    auto rows = [&](int n) {
+        const i64 left = unit.end - unit.token - CHUNK * n;
+        return left < CHUNK ? (int)left : CHUNK;
+    };
+    Ring ring = begin_ring(memory);
+
+    if (fetches()) {
+        as_fetching();
+        const bf16* const v_own = v + head * v_head + column;
+#pragma unroll 1
+        for (int n = 0; n < unit.count; n++) {
+            const i64 at = tile(n);
+            u8* to = ring.place();
             fetch_wide(to, Kd, at);
-            fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + token * v_token, v_token, left < CHUNK ? (int)left : CHUNK);
+            fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + (unit.token + CHUNK * n) * v_token, v_token, rows(n));
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
             fetch_beta(to, beta, at);
-        }
-        copy_commit();
-    };
-    auto fetch_second = [&](int n, int slot) {
-        if (n < unit.count) {
-            u8* const to = memory + slot * SLOT;
-            const i64 at = tile(n);
+            ring.fill();
+            to = ring.place();
             fetch_wide(to, Kr, at);
             fetch_wide(to + OTHER_AT * BLOCK, Qd, at);
             fetch_square(to + OTHER_SQUARE_AT * BLOCK, P, at);
             fetch_gamma(to, gamma, at);
+            ring.fill();
         }
-        copy_commit();
-    };
-    // o of chunk n leaves while the next chunk's first product is under way.
-    auto leave_outputs = [&](const u32(&out)[4][4], int n) {
-        stage(staged, out, p);
-        sync_group(p);
-        const i64 token = unit.token + CHUNK * n, left = unit.end - token;
-        leave(o + (token * heads + head) * value_dim + column + 64 * p.group, (i64)heads * value_dim, staged, left < CHUNK ? (int)left : CHUNK);
-    };
+        return copies_end();
+    }
 
-    fetch_first(0, 0);
-    fetch_second(0, 1);
-    fetch_first(1, 2);
-    fetch_second(1, 3);
+    as_computing();
+    const Place p = place_of(threadIdx.x);
+    u8* const staged = memory + STAGED + p.group * BLOCK;
     float state[K / 2];
     const i64 entry = split ? (i64)blockIdx.y : unit.begins;
     if (state_in) read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
     else clear(state);
-
     u32 out[4][4] = {};
-    int slot = 0;
+    auto leave_outputs = [&](int n) {
+        bf16* const to = o + ((unit.token + CHUNK * n) * heads + head) * value_dim + column + 64 * p.group;
+        leave(to, (i64)heads * value_dim, rows(n), out, staged, p);
+    };
+
 #pragma unroll 1
     for (int n = 0; n < unit.count; n++) {
         u32 s[K / 16][4], u[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-
-        arrive();
-        find_writes(u, s, memory + slot * SLOT, p, true, [&] {
-            fetch_first(n + 2, before(slot));
-            if (n > 0) leave_outputs(out, n - 1);
-            if (KEEP) {
-                sync_group(p);
-                leave_state(S + (tile(n) * value_dim + column) * K, s, staged, p);
-            }
+        find_writes(u, s, ring.take(), p, true, [&] {
+            if (n > 0) leave_outputs(n - 1);
+            if (KEEP) leave_state(S + (tile(n) * value_dim + column) * K, s, staged, p);
         });
+        ring.give(p.lane);
 
-        slot = after(slot);
-        arrive();
-        const u8* const half = memory + slot * SLOT;
+        const u8* const half = ring.take();
         float d[32];
         decay(state, half, p.lane);
         products_begin();
@@ -95,30 +84,21 @@ scan(
         times_wide(d, s, half + OTHER_AT * BLOCK);
         times_square(d, u, half + OTHER_SQUARE_AT * BLOCK, true);
         products_commit();
-        fetch_second(n + 2, before(slot));
-        if (KEEP) {
-            stage(staged, u, p);
-            sync_group(p);
-            leave(U + tile(n) * CHUNK * value_dim + column + 64 * p.group, value_dim, staged, CHUNK);
-        }
+        if (KEEP) leave(U + tile(n) * CHUNK * value_dim + column + 64 * p.group, value_dim, CHUNK, u, staged, p);
         products_wait<0>();
         held(state);
         held(d);
         held(s);
         held(u);
+        ring.give(p.lane);
 #pragma unroll
         for (int i = 0; i < 4; i++) round_to(out[i], d, i);
         if (slots) {
             const i64 place = slots[unit.first + n];
             if (place >= 0) write_state(state, exported + ((place * heads + head) * value_dim + column + p.row) * K, p.lane);
         }
-        slot = after(slot);
     }
-    copy_wait<0>();
-    if (unit.count > 0) {
-        sync_threads();
-        leave_outputs(out, unit.count - 1);
-    }
+    if (unit.count > 0) leave_outputs(unit.count - 1);
     if (state_out && unit.ends >= 0)
         write_state(state, state_out + unit.ends * out_unit + head * out_head + (column + p.row) * out_v, out_v, out_k, p.lane);
 }

@@ -21,46 +21,41 @@ scan_backward(
     i64 o_token, i64 o_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
-    const Place p = place_of(threadIdx.x);
     const int blocks = value_dim / COLUMNS, head = blockIdx.x / (u32)blocks, column = blockIdx.x % (u32)blocks * COLUMNS;
     const Unit unit = unit_of(units, blockIdx.y);
     if (SUMMARY && unit.begins >= 0) return;
-    u8* const staged = memory + STAGED + p.group * BLOCK;
-    const bf16* const o_own = dO + head * o_head + column;
-
     auto tile = [&](int n) { return (unit.first + n) * heads + head; };
     auto rows = [&](int n) {
         const i64 left = unit.end - unit.token - CHUNK * n;
         return left < CHUNK ? (int)left : CHUNK;
     };
-    auto fetch_first = [&](int n, int slot) {
-        if (n >= 0) {
-            u8* const to = memory + slot * SLOT;
+    Ring ring = begin_ring(memory);
+
+    if (fetches()) {
+        as_fetching();
+        const bf16* const o_own = dO + head * o_head + column;
+#pragma unroll 1
+        for (int n = unit.count - 1; n >= 0; n--) {
             const i64 at = tile(n);
+            u8* to = ring.place();
             fetch_wide(to, Kr, at);
             fetch<8 * GROUPS>(to + V_AT * BLOCK, o_own + (unit.token + CHUNK * n) * o_token, o_token, rows(n));
             fetch_square(to + SQUARE_AT * BLOCK, P, at);
-        }
-        copy_commit();
-    };
-    auto fetch_second = [&](int n, int slot) {
-        if (n >= 0) {
-            u8* const to = memory + slot * SLOT;
-            const i64 at = tile(n);
+            ring.fill();
+            to = ring.place();
             fetch_square(to + OTHER_SQUARE_AT * BLOCK, A, at);
+            fetch_beta(to, beta, at);
             fetch_wide(to, Qd, at);
             fetch_wide(to + OTHER_AT * BLOCK, Kd, at);
             fetch_gamma(to, gamma, at);
-            fetch_beta(to, beta, at);
+            ring.fill();
         }
-        copy_commit();
-    };
+        return copies_end();
+    }
 
-    const int last = unit.count - 1;
-    fetch_first(last, 0);
-    fetch_second(last, 1);
-    fetch_first(last - 1, 2);
-    fetch_second(last - 1, 3);
+    as_computing();
+    const Place p = place_of(threadIdx.x);
+    u8* const staged = memory + STAGED + p.group * BLOCK;
     float state[K / 2];
     const i64 entry = split ? (i64)blockIdx.y : unit.ends;
     if (state_in && entry >= 0)
@@ -68,14 +63,12 @@ scan_backward(
     else
         clear(state);
 
-    int slot = 0;
 #pragma unroll 1
-    for (int n = last; n >= 0; n--) {
-        u32 s[K / 16][4], o[4][4], u[4][4];
+    for (int n = unit.count - 1; n >= 0; n--) {
+        u32 s[K / 16][4], o[4][4], u[4][4], e[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-        arrive();
-        const u8* half = memory + slot * SLOT;
+        const u8* half = ring.take();
         float d[32];
 #pragma unroll
         for (int i = 0; i < 4; i++) read_values(o[i], half, p, i);
@@ -83,54 +76,46 @@ scan_backward(
         times_wide(d, s, half);
         times_rows(d, o, half + SQUARE_AT * BLOCK, true);
         products_commit();
-        fetch_first(n - 2, before(slot));
         if (!SUMMARY) leave_state(dS + (tile(n) * value_dim + column) * K, s, staged, p);
         products_wait<0>();
         held(s);
         held(o);
         held(d);
+        ring.give(p.lane);
 #pragma unroll
         for (int i = 0; i < 4; i++) round_to(u[i], d, i);
 
-        slot = after(slot);
-        arrive();
-        half = memory + slot * SLOT;
+        half = ring.take();
         decay(state, half, p.lane);
         products_begin();
         times_rows(d, u, half + OTHER_SQUARE_AT * BLOCK, false);
         products_commit();
         times_rows(state, o, half, true);
         products_commit();
-        fetch_second(n - 2, before(slot));
         products_wait<1>();
         held(u);
         held(d);
-        u32 e[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float2 b = beta_of(half, 16 * i + 8 * (j >> 1), p.lane);
                 e[i][j] = pack(b.x * d[8 * i + 2 * j], b.y * d[8 * i + 2 * j + 1]);
                 u[i][j] = e[i][j] ^ 0x80008000u;
             }
-        }
         products_begin();
         times_rows(state, u, half + OTHER_AT * BLOCK, true);
         products_commit();
         if (!SUMMARY) {
-            stage(staged, e, p);
-            sync_group(p);
-            const i64 token = unit.token + CHUNK * n;
-            leave(E + (token * heads + head) * value_dim + column + 64 * p.group, (i64)heads * value_dim, staged, rows(n));
+            bf16* const to = E + ((unit.token + CHUNK * n) * heads + head) * value_dim + column + 64 * p.group;
+            leave(to, (i64)heads * value_dim, rows(n), e, staged, p);
         }
         products_wait<0>();
         held(state);
         held(o);
         held(u);
-        slot = after(slot);
+        ring.give(p.lane);
     }
-    copy_wait<0>();
     if (SUMMARY)
         write_state(state, state_out + (((i64)blockIdx.y * heads + head) * value_dim + column + p.row) * K, p.lane);
     else if (state_out && unit.begins >= 0)

@@ -3,23 +3,25 @@
 // S^T, R^T, U^T and the like have the value channels as rows: a warpgroup has 64 of them, a thread rows i and i + 8 of its warp's 16. A
 // product's result is then, rounded, the next one's left operand, and only what `prepare` wrote comes from shared memory.
 //
-// A chunk arrives in two halves, what is needed first and the rest, in a ring of slots: while one half is worked on, the next
-// three are under way and the one before it makes room.
+// A chunk arrives in two halves, what is needed first and the rest, in a ring of slots that one warpgroup fills and the others,
+// each at its own pace, empty: while one waits for a product, another's keeps the tensor cores busy.
 #pragma once
 #include "device.h"
 
-// KEY_DIM: key channels, 64 or 128. GROUPS: warpgroups, 1 or 2.
-constexpr int K = KEY_DIM, CHUNK = 64, THREADS = 128 * GROUPS, COLUMNS = 64 * GROUPS;
+// KEY_DIM: key channels, 64 or 128. GROUPS: warpgroups that compute, 1 or 2; the last warpgroup of a block fetches.
+constexpr int K = KEY_DIM, CHUNK = 64, COMPUTING = 128 * GROUPS, FETCHING = 128, THREADS = COMPUTING + FETCHING;
+constexpr int COLUMNS = 64 * GROUPS;
 constexpr int BLOCK = 128 * CHUNK;  // bytes of 64 rows of 64 numbers
 constexpr int WIDE = K / 64;        // blocks of a tile of key channels
-constexpr int SLOTS = 5, AHEAD = SLOTS - 1;
+constexpr int SLOTS = 5;
 // Blocks of the first half: a tile of key channels, a square, values. Of the second: two of key channels, a square. Behind them
 // gamma and beta.
 constexpr int SQUARE_AT = WIDE, V_AT = WIDE + 1, OTHER_AT = WIDE, OTHER_SQUARE_AT = 2 * WIDE;
 constexpr int FIRST_HALF = WIDE + 1 + GROUPS, SECOND_HALF = 2 * WIDE + 1;
 constexpr int HALF = FIRST_HALF > SECOND_HALF ? FIRST_HALF : SECOND_HALF;
 constexpr int GAMMA = HALF * BLOCK, BETA = GAMMA + 4 * K, SLOT = GAMMA + 1024;
-constexpr int STAGED = SLOTS * SLOT;  // a block a warpgroup, for what leaves
+constexpr int STAGED = SLOTS * SLOT;              // a block a warpgroup, for what leaves
+constexpr int PHASES = STAGED + GROUPS * BLOCK;  // of each slot: filled, emptied
 
 // A unit as `plan` has it: a sequence or a segment of one.
 struct Unit {
@@ -43,10 +45,64 @@ DEVICE Place place_of(int thread) {
     return {number >> 2, warp, lane, 16 * number + (lane >> 2), in_block((lane & 7) + 8 * (lane >> 4), 2 * warp + (lane >> 3 & 1))};
 }
 
+// The ring as one thread sees it: the slot that is next, how often (odd or even) it was in use before.
+struct Ring {
+    u8* memory;
+    int slot, turn;
+    __device__ __forceinline__ u64* filled() const { return (u64*)(memory + PHASES) + 2 * slot; }
+    __device__ __forceinline__ u64* emptied() const { return filled() + 1; }
+    __device__ __forceinline__ u8* at() const { return memory + slot * SLOT; }
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, turn ^= 1;
+    }
+    // Computing: the next half, once it is there; and that this warp needs it no more.
+    __device__ __forceinline__ const u8* take() const {
+        phase_wait(filled(), turn);
+        publish_operands();
+        return at();
+    }
+    __device__ __forceinline__ void give(int lane) {
+        sync_warp();
+        if (lane == 0) phase_arrive(emptied());
+        next();
+    }
+    // Fetching: the next place, once everybody is done with what it held; and that what was asked for belongs there.
+    __device__ __forceinline__ u8* place() const {
+        phase_wait(emptied(), turn ^ 1);
+        return at();
+    }
+    __device__ __forceinline__ void fill() {
+        phase_arrive_by_copies(filled());
+        next();
+    }
+};
+DEVICE Ring begin_ring(u8* memory) {
+    if (threadIdx.x < SLOTS) {
+        u64* const phases = (u64*)(memory + PHASES) + 2 * threadIdx.x;
+        phase_begin(phases, FETCHING);
+        phase_begin(phases + 1, COMPUTING / 32);
+    }
+    sync_threads();
+    return {memory, 0, 0};
+}
+// A thread may not end with copies under way.
+DEVICE void copies_end() {
+    copy_commit();
+    copy_wait<0>();
+}
+DEVICE bool fetches() { return threadIdx.x >= COMPUTING; }
+// The registers of a block in which two warpgroups compute are too few to be shared out evenly.
+DEVICE void as_fetching() {
+    if (GROUPS == 2) registers_give<40>();
+}
+DEVICE void as_computing() {
+    if (GROUPS == 2) registers_take<232>();
+}
+
 // Ask for 64 rows of 8 PIECES numbers, as blocks; rows from `count` on become 0.
 template <int PIECES> DEVICE void fetch(u8* blocks, const bf16* rows, i64 stride, int count) {
-    constexpr int TOGETHER = THREADS / PIECES;
-    const int first = (u32)threadIdx.x / PIECES, piece = (u32)threadIdx.x % PIECES;
+    constexpr int TOGETHER = FETCHING / PIECES;
+    const int own = threadIdx.x - COMPUTING, first = own / PIECES, piece = own % PIECES;
     u8* const to = blocks + piece / 8 * BLOCK + in_block(first, piece % 8);
     rows += first * stride + 8 * piece;
 #pragma unroll
@@ -59,22 +115,13 @@ template <int PIECES> DEVICE void fetch(u8* blocks, const bf16* rows, i64 stride
 DEVICE void fetch_wide(u8* blocks, const bf16* x, i64 at) { fetch<8 * WIDE>(blocks, x + at * (CHUNK * K), K, CHUNK); }
 DEVICE void fetch_square(u8* block, const bf16* x, i64 at) { fetch<8>(block, x + at * (CHUNK * CHUNK), CHUNK, CHUNK); }
 DEVICE void fetch_gamma(u8* slot, const float* gamma, i64 at) {
-    const int piece = threadIdx.x;
+    const int piece = threadIdx.x - COMPUTING;
     if (piece < K / 4) copy_async(slot + GAMMA + 16 * piece, gamma + at * K + 4 * piece);
 }
 DEVICE void fetch_beta(u8* slot, const float* beta, i64 at) {
-    const int piece = threadIdx.x;
+    const int piece = threadIdx.x - COMPUTING;
     if (piece < CHUNK / 4) copy_async(slot + BETA + 16 * piece, beta + at * CHUNK + 4 * piece);
 }
-
-// The half that is next has arrived for everybody, and everybody is done with the half before it.
-DEVICE void arrive() {
-    copy_wait<AHEAD - 1>();
-    publish_operands();
-    sync_threads();
-}
-DEVICE int after(int slot) { return slot == SLOTS - 1 ? 0 : slot + 1; }
-DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
 
 // The result of a product, columns 16 s .. 16 s + 15, as a left operand.
 template <int N> DEVICE void round_to(u32 (&a)[4], const float (&d)[N], int s) {

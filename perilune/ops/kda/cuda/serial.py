@@ -23,8 +23,8 @@ def serial_kernel(name: str, parameters: str, key_dim: int, width: int, defines:
         _FOLDER / f"{name}.cu",
         name,
         parameters,
-        threads=128 * groups,
-        shared_bytes=_SLOTS * half + groups * _BLOCK,
+        threads=128 * (groups + 1),
+        shared_bytes=_SLOTS * half + groups * _BLOCK + 128,
         defines={"KEY_DIM": key_dim, "GROUPS": groups} | defines,
     )
 

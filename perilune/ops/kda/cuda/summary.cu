@@ -14,41 +14,37 @@ summary(
     const float* __restrict__ gamma, const float* __restrict__ beta, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
     float* __restrict__ N, i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
     SHARED(memory);
-    const Place p = place_of(threadIdx.x);
     const int value_blocks = value_dim / COLUMNS, blocks = value_blocks + K / COLUMNS;
     const int head = blockIdx.x / (u32)blocks, block = blockIdx.x % (u32)blocks;
     const Unit unit = unit_of(units, blockIdx.y);
     const bool values = block < value_blocks, first = unit.begins >= 0;
     if (unit.ends >= 0 || (first && !values)) return;
     const int column = (values ? block : block - value_blocks) * COLUMNS;
-    const bf16* const v_own = v + head * v_head + column;
+    Ring ring = begin_ring(memory);
 
-    auto tile = [&](int n) { return (unit.first + n) * heads + head; };
-    auto fetch_first = [&](int n, int slot) {
-        if (n < unit.count) {
-            u8* const to = memory + slot * SLOT;
-            const i64 at = tile(n), token = unit.token + CHUNK * n;
+    if (fetches()) {
+        as_fetching();
+        const bf16* const v_own = v + head * v_head + column;
+#pragma unroll 1
+        for (int n = 0; n < unit.count; n++) {
+            const i64 at = (unit.first + n) * heads + head;
+            u8* to = ring.place();
             fetch_wide(to, Kd, at);
-            if (values) fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + token * v_token, v_token, CHUNK);  // whole chunks: not a last unit
+            if (values)  // of whole chunks: this is not a last unit
+                fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + (unit.token + CHUNK * n) * v_token, v_token, CHUNK);
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
             fetch_beta(to, beta, at);
-        }
-        copy_commit();
-    };
-    auto fetch_second = [&](int n, int slot) {
-        if (n < unit.count) {
-            u8* const to = memory + slot * SLOT;
-            const i64 at = tile(n);
+            ring.fill();
+            to = ring.place();
             fetch_wide(to, Kr, at);
             fetch_gamma(to, gamma, at);
+            ring.fill();
         }
-        copy_commit();
-    };
+        return copies_end();
+    }
 
-    fetch_first(0, 0);
-    fetch_second(0, 1);
-    fetch_first(1, 2);
-    fetch_second(1, 3);
+    as_computing();
+    const Place p = place_of(threadIdx.x);
     float state[K / 2];
     if (!values) {
 #pragma unroll
@@ -59,28 +55,24 @@ summary(
         clear(state);
     }
 
-    int slot = 0;
 #pragma unroll 1
     for (int n = 0; n < unit.count; n++) {
         u32 s[K / 16][4], u[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-        arrive();
-        find_writes(u, s, memory + slot * SLOT, p, values, [&] { fetch_first(n + 2, before(slot)); });
+        find_writes(u, s, ring.take(), p, values, [] {});
+        ring.give(p.lane);
 
-        slot = after(slot);
-        arrive();
-        decay(state, memory + slot * SLOT, p.lane);
+        const u8* const half = ring.take();
+        decay(state, half, p.lane);
         products_begin();
-        times_rows(state, u, memory + slot * SLOT, true);
+        times_rows(state, u, half, true);
         products_commit();
-        fetch_second(n + 2, before(slot));
         products_wait<0>();
         held(state);
         held(u);
-        slot = after(slot);
+        ring.give(p.lane);
     }
-    copy_wait<0>();
     const i64 place = (i64)blockIdx.y * heads + head;
     write_state(state, values ? N + (place * value_dim + column + p.row) * K : M + (place * K + column + p.row) * K, p.lane);
 }
