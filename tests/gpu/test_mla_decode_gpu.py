@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import force
-from perilune.ops.mla import attend_cached, attend_latent, decode, triton_decode
+from perilune.ops.mla import attend_cached, attend_latent, decode, device, triton_decode
+from perilune.ops.mla.kernel_choice import FEW_ROWS, PAGE
 from perilune.ops.mla.triton_decode import TILINGS, Tiling
 
 pytestmark = [
@@ -23,6 +24,7 @@ SHAPES = [  # B, T, H, L, r, lengths, room
     (3, 1, 48, 512, 64, (1, 1000, 2049), 2304),
     (2, 1, 96, 512, 64, (700, 4095), 4096),
     (4, 1, 32, 512, 0, (0, 64, 65, 333), 384),
+    (5, 1, 64, 512, 64, (0, 64, 128, 129, 4000), 4096),
     (2, 4, 12, 512, 64, (4, 777), 1024),
     (2, 9, 16, 512, 64, (9, 2000), 2048),
     (3, 1, 4, 64, 16, (1, 63, 300), 320),
@@ -72,7 +74,10 @@ def error(got: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_equals_float64_and_repeats(shape: tuple, dtype: torch.dtype) -> None:
     inputs = operands(shape, dtype)
-    assert decode.select(inputs["q_nope_BTHn"], inputs["cache_BSC"], inputs["w_uk_HnL"]).implementation == "triton"
+    _, tokens, heads, width, *_ = shape
+    in_cuda = dtype == torch.bfloat16 and width == 512 and tokens * heads > FEW_ROWS
+    chosen = decode.select(inputs["q_nope_BTHn"], inputs["cache_BSC"], inputs["w_uk_HnL"])
+    assert chosen.implementation == ("cuda" if in_cuda else "triton"), chosen.reason
     right = truth(inputs)
     got = attend_cached(**inputs, scale=SCALE)
     assert got.dtype == dtype and error(got, right) < TOLERANCE[dtype]
@@ -86,21 +91,33 @@ def test_equals_float64_and_repeats(shape: tuple, dtype: torch.dtype) -> None:
 def test_every_setting(tile: Tiling, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_decode, "pieces", lambda *_: splits)
     monkeypatch.setattr(triton_decode, "tiling", lambda *_: tile)
-    for shape in SHAPES[1], SHAPES[4]:
+    for shape in SHAPES[1], SHAPES[5]:
         inputs = operands(shape, torch.bfloat16)
-        assert error(attend_cached(**inputs, scale=SCALE), truth(inputs)) < TOLERANCE[torch.bfloat16]
+        with force("triton"):
+            got = attend_cached(**inputs, scale=SCALE)
+        assert error(got, truth(inputs)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("runs", [1, 2, 7, 132, 200])
+def test_cuda_in_any_number_of_runs(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "runs_of", lambda *_: runs)
+    for shape in SHAPES[:7]:
+        inputs = operands(shape, torch.bfloat16)
+        with force("cuda"):
+            got = attend_cached(**inputs, scale=SCALE)
+        assert error(got, truth(inputs)) < TOLERANCE[torch.bfloat16], shape
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_pages_give_the_same_bits(shape: tuple) -> None:
     inputs = operands(shape, torch.bfloat16)
     batch, room, width = inputs["cache_BSC"].shape
-    count = room // triton_decode.PAGE
+    count = room // PAGE
     number = torch.randperm(2 * batch * count, device="cuda")[: batch * count]
-    pages = torch.full((2 * batch * count, triton_decode.PAGE, width), torch.nan, device="cuda", dtype=torch.bfloat16)
-    pages[number] = inputs["cache_BSC"].view(-1, triton_decode.PAGE, width)
+    pages = torch.full((2 * batch * count, PAGE, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+    pages[number] = inputs["cache_BSC"].view(-1, PAGE, width)
     table = number.view(batch, count).int()
-    table[torch.arange(count, device="cuda") * triton_decode.PAGE >= inputs["length_B"][:, None]] = -1
+    table[torch.arange(count, device="cuda") * PAGE >= inputs["length_B"][:, None]] = -1
     paged = inputs | {"cache_BSC": pages, "table_BP": table}
     assert torch.equal(attend_cached(**paged, scale=SCALE), attend_cached(**inputs, scale=SCALE))
 
@@ -112,6 +129,24 @@ def test_a_cut_cache_equals_the_expanded_form() -> None:
     q, q_rope, w_uk, w_uv = (inputs[n] for n in names)
     got = attend_latent(q, q_rope, *parts, w_uk, w_uv, SCALE, past=1497)
     assert error(got, truth(inputs)) < TOLERANCE[torch.bfloat16]
+
+
+def test_many_sequences_of_any_length() -> None:
+    """More than a warp holds at once, by pages."""
+    batch, count = 150, 20
+    torch.manual_seed(1)
+    lengths = [0, 1, 64, 65, *torch.randint(1, count * PAGE, (batch - 4,)).tolist()]
+    inputs = operands((batch, 1, 48, 512, 64, lengths, count * PAGE), torch.bfloat16)
+    number = torch.randperm(batch * count, device="cuda")
+    pages = torch.empty(batch * count, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+    pages[number] = inputs["cache_BSC"].view(-1, PAGE, 576)
+    got = attend_cached(**inputs | {"cache_BSC": pages, "table_BP": number.view(batch, count).int()}, scale=SCALE)
+    right = torch.cat(
+        [truth({n: x if n.startswith("w_") else x[i : i + 1] for n, x in inputs.items()}) for i in range(batch)]
+    )
+    assert error(got, right) < TOLERANCE[torch.bfloat16]
+    worst = ((got.double() - right).norm(dim=(2, 3)) / right.norm(dim=(2, 3)).clamp_min(1e-30))[1:].max()
+    assert worst < 3 * TOLERANCE[torch.bfloat16]
 
 
 def test_a_captured_step_replays_with_growing_lengths() -> None:
@@ -129,17 +164,19 @@ def test_a_captured_step_replays_with_growing_lengths() -> None:
         lengths += 257
 
 
-def test_nan_in_a_seen_row_shows() -> None:
-    inputs = operands((1, 1, 16, 512, 64, (500,), 512), torch.bfloat16)
+@pytest.mark.parametrize("heads", [16, 48])
+def test_nan_in_a_seen_row_shows(heads: int) -> None:
+    inputs = operands((1, 1, heads, 512, 64, (500,), 512), torch.bfloat16)
     inputs["cache_BSC"][0, 499, 3] = torch.nan
     assert attend_cached(**inputs, scale=SCALE).isnan().all()
 
 
-def test_t49_rows_beyond_32_bit_offsets() -> None:
+@pytest.mark.parametrize("heads", [16, 48])
+def test_t49_rows_beyond_32_bit_offsets(heads: int) -> None:
     """The last rows of a cache of more than 2^31 numbers equal those of a short one."""
     room = (1 << 31) // 576 + 4096
     cache = torch.zeros(1, room, 576, device="cuda", dtype=torch.bfloat16)
-    inputs = operands((1, 1, 16, 512, 64, (2048,), 2048), torch.bfloat16)
+    inputs = operands((1, 1, heads, 512, 64, (2048,), 2048), torch.bfloat16)
     cache[:, -2048:] = inputs["cache_BSC"]
     short = attend_cached(**inputs, scale=SCALE)
     pages = cache[:, -(room // 64) * 64 :].view(-1, 64, 576)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import Choice
+from perilune.ops.mla import device
 from perilune.ops.mla.kernel_choice import PAGE, choose
 from perilune.ops.mla.latent import absorbed
 
@@ -55,12 +56,11 @@ def attend_cached(
         f"{tuple(length_B.shape)} and {cache_BSC.shape[2]}"
     )
     assert table_BP is None or cache_BSC.shape[1] == PAGE, f"a page has {PAGE} tokens, not {cache_BSC.shape[1]}"
-    if select(q_nope_BTHn, cache_BSC, w_uk_HnL).implementation == "triton":
-        from perilune.ops.mla.triton_decode import attend_latent
-
-        return attend_latent(
+    choice = select(q_nope_BTHn, cache_BSC, w_uk_HnL).implementation
+    if choice in ("triton", "cuda"):
+        return device.attend_latent(
             q_nope_BTHn, q_rope_BTHr, *cache_BSC.split((latent_width, q_rope_BTHr.shape[3]), -1), w_uk_HnL, w_uv_HvL, scale,
-            length_B, table_BP,
+            length_B, table_BP, in_cuda=choice == "cuda",
         )  # fmt: skip
     if table_BP is not None:
         known = table_BP.clamp(0, cache_BSC.shape[0] - 1).long()

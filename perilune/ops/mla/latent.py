@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import Choice, forced
-from perilune.ops.mla import native
+from perilune.ops.mla import device, native
 from perilune.ops.mla.kernel_choice import choose
 
 
@@ -60,10 +60,8 @@ def attend_latent(
     operands = (q_nope_BTHn, q_rope_BTHr, latent_BSL, rope_key_BSr, w_uk_HnL, w_uv_HvL, scale)
     if choice == "native":
         return native.attend_latent(*operands, past)
-    if choice == "triton":
-        from perilune.ops.mla import triton_decode
-
-        return triton_decode.attend_latent(*operands)
+    if choice in ("triton", "cuda"):
+        return device.attend_latent(*operands, in_cuda=choice == "cuda")
     future_TS = None
     if tokens > 1:
         future_TS = torch.ones(tokens, cached, dtype=torch.bool, device=latent_BSL.device).triu(past + 1)

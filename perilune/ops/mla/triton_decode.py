@@ -1,9 +1,8 @@
-"""Absorbed attention against cached latents on a CUDA device: the cache is read once for all heads, in parallel pieces.
+"""Absorbed attention against cached latents in Triton, for what the CUDA kernels do not take: few heads, other sizes and types.
 
-A step has few queries and one long cache, so the cache of a sequence is cut into as many pieces as the device has room for
-(split-KV). A program takes a tile of rows (a row is a new token and a head) through one piece with an online softmax and
-leaves the piece's normalised sum and the logarithm of its denominator; `merge` weighs the pieces against each other. Where
-one piece is enough, the sum is the result.
+A program takes a tile of rows (a row is a new token and a head) through one piece of a sequence's cache with an online
+softmax and leaves the piece's normalised sum and the logarithm of its denominator; a second kernel weighs the pieces against
+each other (see `device`).
 """
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
@@ -18,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.ops.mla.device import LOG2E
 from perilune.ops.mla.kernel_choice import PAGE
 from perilune.ops.triton.available import units
 from perilune.ops.triton.products import product, trips
 from perilune.ops.triton.sizes import blocks, power_of_two
 
-LOG2E = 1.4426950408889634
 NUMBERS = ["table_b", "cached", "tokens"]  # vary from call to call: not worth a compilation each
 MERGE_NUMBERS = 4096  # of a tile of the merge: all pieces of some channels
 
@@ -154,21 +153,14 @@ def context(
     query_BQL: Tensor, query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, scale: float,
     length_B: Tensor | None = None, table_BP: Tensor | None = None, options: Tiling | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernels.
+    """`device.context` for floats of any type, latents of at most 512 channels and any number of shared ones.
 
     Args:
-        query_BQL: `[B, T*H, L]` queries carried into the latent space, dense.
-        query_shared_BTHr: `[B, T, H, r]` query parts that meet the shared key channels; r may be 0.
-        latent_BSL: `[B, S, L]` cached latents, or with a table pages `[P, 64, L]`; dense last axis.
-        shared_BSr: `[B, S, r]` cached shared key channels (`[P, 64, r]`), alike.
-        scale: factor on the scores.
-        length_B: int32 `[B]` cached tokens of each sequence, the T newest included; None = S.
-        table_BP: int32 `[B, pages]` page numbers.
         options, splits: overrule the choices made here.
-
-    Returns:
-        `[B, T*H, L]` in the queries' dtype: softmax-weighted sums of latents; zeros for a sequence of length 0.
     """
+    if query_shared_BTHr.stride(-1) != 1:
+        query_shared_BTHr = query_shared_BTHr.contiguous()
+    latent_BSL, shared_BSr = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_BSL, shared_BSr))
     batch, tokens, heads, extra = query_shared_BTHr.shape
     count, width = tokens * heads, query_BQL.shape[2]
     capacity = latent_BSL.shape[1] if table_BP is None else table_BP.shape[1] * PAGE
@@ -195,17 +187,3 @@ def context(
             sums, logs, out, splits, count, L=width, BL=part, BN=pieces_padded, num_warps=4
         )
     return out
-
-
-def attend_latent(
-    q_nope_BTHn: Tensor, q_rope_BTHr: Tensor, latent_BSL: Tensor, rope_key_BSr: Tensor, w_uk_HnL: Tensor, w_uv_HvL: Tensor,
-    scale: float, length_B: Tensor | None = None, table_BP: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`latent.attend_latent` and `decode.attend_cached`: both up-projections as batched products, the kernels between them."""
-    dtype, shape = q_nope_BTHn.dtype, q_nope_BTHn.shape[:3]
-    query_BQL = torch.einsum("bthn,hnl->bthl", q_nope_BTHn, w_uk_HnL.to(dtype)).flatten(1, 2).contiguous()
-    if q_rope_BTHr.stride(-1) != 1:
-        q_rope_BTHr = q_rope_BTHr.contiguous()
-    latent_BSL, rope_key_BSr = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_BSL, rope_key_BSr))
-    context_BQL = context(query_BQL, q_rope_BTHr, latent_BSL, rope_key_BSr, scale, length_B, table_BP)
-    return torch.einsum("bthl,hvl->bthv", context_BQL.view(*shape, -1), w_uv_HvL.to(dtype))

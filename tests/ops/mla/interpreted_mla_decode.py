@@ -8,7 +8,9 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.mla import attend_cached, attend_latent, decode, latent, triton_decode
+from perilune.ops.mla.kernel_choice import PAGE
 from perilune.ops.mla.triton_decode import Tiling
+from perilune.ops.mla.triton_project import project
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -45,7 +47,7 @@ def truth(inputs: dict[str, Tensor]) -> Tensor:
         return attend_cached(**wide, scale=0.2)
 
 
-def paged(inputs: dict[str, Tensor], page: int = triton_decode.PAGE) -> dict[str, Tensor]:
+def paged(inputs: dict[str, Tensor], page: int = PAGE) -> dict[str, Tensor]:
     """The same caches as shuffled pages amid pages of NaN."""
     batch, room, width = inputs["cache_BSC"].shape
     count = -(-room // page)
@@ -97,6 +99,16 @@ def test_a_cut_cache_of_one_length() -> None:
         query = torch.einsum("bthn,hnl->bthl", arguments[0], arguments[4]).flatten(1, 2)
         few, many = (triton_decode.context(query, arguments[1], *parts, 0.2, splits=n) for n in (1, 18))
         torch.testing.assert_close(few, many, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 24, 40), (17, 2, 130, 70)])  # tokens, heads, depth, columns
+def test_products_with_a_matrix_of_each_head(sizes: tuple) -> None:
+    tokens, heads, depth, columns = sizes
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, heads, depth + 8, generator=draw)[..., :depth]
+    w = torch.randn(heads, columns, depth, generator=draw).mT
+    right = torch.einsum("nhk,hko->nho", x.double(), w.double())
+    torch.testing.assert_close(project(x, w).double(), right, rtol=1e-5, atol=2e-5)
 
 
 def test_what_the_kernels_do_not_take_is_said() -> None:
