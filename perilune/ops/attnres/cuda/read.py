@@ -98,6 +98,14 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows, stride
 
 
+def _floats(weight: Tensor | None) -> Tensor | None:
+    """A parameter as the kernels read it: float32, at a multiple of 16 bytes."""
+    if weight is None:
+        return None
+    weight = parameter(weight)
+    return weight.clone() if weight.data_ptr() % 16 else weight
+
+
 def forward(
     sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
     norm_eps: float, training: bool = False, given: Tensor | None = None,
@@ -121,8 +129,8 @@ def forward(
         "forward", width, count, int(delta is not None), given is not None, norm_weight_D is not None, training
     )
     run.launch(
-        (_programs(run, rows, first.device),), *views, *strides, *_rows(delta), given, parameter(score_weight_D),
-        None if norm_weight_D is None else parameter(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
+        (_programs(run, rows, first.device),), *views, *strides, *_rows(delta), given, _floats(score_weight_D),
+        _floats(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
     )  # fmt: skip
     return total, out, statistics
 
@@ -146,8 +154,8 @@ def backward(
     dnorm = torch.empty_like(dscore) if norm else None
     dgiven = torch.empty(rows, device=first.device) if given else None
     run.launch(
-        (programs,), *views, *strides, *gradients, *_rows(dout), *_rows(dtotal), statistics, parameter(score_weight_D),
-        parameter(norm_weight_D) if norm else None, dgiven, dscore, dnorm, rows, norm_eps,
+        (programs,), *views, *strides, *gradients, *_rows(dout), *_rows(dtotal), statistics, _floats(score_weight_D),
+        _floats(norm_weight_D), dgiven, dscore, dnorm, rows, norm_eps,
     )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
     return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), dgiven, gradients

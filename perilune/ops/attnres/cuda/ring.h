@@ -37,12 +37,16 @@ DEVICE uint4 narrow(const float* x) {
     return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
-// This thread's pieces of a row of floats; zeros beyond its end or where there is no row.
+// This thread's pieces of a row of floats; zeros beyond its end. Rows start at multiples of 16 bytes.
 DEVICE void load_floats(float (&x)[NUMBERS], const float* row) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) x[8 * v + e] = row && piece_inside(v) ? row[piece_at(v) + e] : 0.0f;
+        for (int h = 0; h < 8; h += 4) {
+            float4 f = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (piece_inside(v)) f = *(const float4*)(row + piece_at(v) + h);
+            x[8 * v + h] = f.x, x[8 * v + h + 1] = f.y, x[8 * v + h + 2] = f.z, x[8 * v + h + 3] = f.w;
+        }
 }
 DEVICE void store_floats(float* row, const float (&x)[NUMBERS]) {
 #pragma unroll

@@ -11,7 +11,7 @@ from perilune.ops.cuda import Kernel
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
-THREADS, EXPERTS, AHEAD = 512, 8, 8
+THREADS, EXPERTS, AHEAD = 512, 16, 8
 BLOCKS = 2  # a multiprocessor
 LEAST_TOKENS = 256  # of a block: each block adds its bins to the sums in memory
 LARGEST = 100 * 1024  # bytes of shared memory, so that two blocks fit a multiprocessor
