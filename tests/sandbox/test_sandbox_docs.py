@@ -7,13 +7,18 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from perilune.cli.main import main
+from perilune.sandbox import Sandboxes
 from perilune.sandbox.fleet import Fleet, FleetSandbox
+from perilune.sandbox.pool import Pool
 
 TESTED_DRIVERS = ("proc",)
 
@@ -73,6 +78,33 @@ def test_the_pages_service_runs(with_python, home, monkeypatch, capsys):
             assert service.wait(60) == 0
 
 
+@pytest.fixture
+def shell(home, monkeypatch, capfd) -> Iterator[Callable[[str], str]]:
+    """Runs a line of the page as a shell would, in this process; gives what it said on stdout."""
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(line: str) -> str:
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["perilune", "sandbox"]
+        assert main(words[1:]) == 0, (line, capfd.readouterr().err)
+        return capfd.readouterr().out
+
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_walk_through_with_a_judge_runs_at_a_service_as_it_does_here(with_python, shell, home, monkeypatch):
+    api = pytest.importorskip("perilune.sandbox.api", reason="the extra 'serve' is not installed")
+    (walk,) = (block for block in blocks("console") if "fork candidate" in block)
+    with Pool(Sandboxes(home, sync="none")) as pool, api.serve_in_thread(pool) as served:
+        monkeypatch.setenv("PERILUNE_SANDBOX_URL", served.url)
+        said = [shell(line) for line in walk.splitlines()]
+        assert said[1:4] == ["candidate-1\ncandidate-2\n", "2\n", "solution.py\n"] and pool.records() == []
+
+
 def test_the_pages_fleet_names_what_there_is():
     block = next(block for block in blocks("py") if "Fleet" in block)
     assert "Fleet(address=" in block
@@ -82,22 +114,14 @@ def test_the_pages_fleet_names_what_there_is():
     )
 
 
-def test_the_pages_commands_run(with_python, home):
+def test_the_pages_commands_run(with_python, shell):
     said = []
     for line in "\n".join(blocks("console")).splitlines():
-        if not line:
+        if not line or line.startswith("perilune sandbox shell"):
             continue
-        command, _, comment = line.partition("  #")
-        words = shlex.split(command)
-        assert words[:2] == ["perilune", "sandbox"]
-        if words[2] in ("shell",):
-            continue
-        done = subprocess.run(
-            [sys.executable, "-m", *words], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
-            env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
-        )  # fmt: skip
-        assert done.returncode == 0, (line, done.stderr)
+        out, comment = shell(line), line.partition("  #")[2].strip()
+        words = shlex.split(line, comments=True)
         if words[2] in ("resume", "fork") or words[3:5] == ["task-18", "--"] and words[5] == "cat":
-            said.append(done.stdout)
-            assert not comment or comment.strip().replace(", ", "\n") == done.stdout.strip()
+            said.append(out)
+            assert not comment or comment.replace(", ", "\n") == out.strip()
     assert said == ["1\n", "candidate-1\ncandidate-2\n", "2\n", "solution.py\n", "1\n"]
