@@ -20,7 +20,8 @@ from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
-from perilune.ops.kda.triton import configs, launch
+from perilune.ops.kda.gpu import forward
+from perilune.ops.kda.triton import configs
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
@@ -147,8 +148,8 @@ def test_gradients_of_packed_sequences() -> None:
 
 def test_gradients_across_segments() -> None:
     inputs = make(1, 4500, 1, 1)
-    args = launch.Setting(128**-0.5, True, 1, -5.0, True, True, 1.0, False, True, True, (0, 4500))
-    assert launch.planned(args, 1, 128, 128, torch.device("cuda"), False).split
+    args = forward.Setting(128**-0.5, True, 1, -5.0, True, True, 1.0, False, True, True, (0, 4500))
+    assert forward.planned(args, 1, 128, 128, torch.device("cuda"), False).split
     check(inputs, **BOUNDED)
 
 
@@ -168,7 +169,7 @@ def test_t05_scales_and_values_taken_as_they_are(scale: float) -> None:
 def test_t05_numbers_of_warps(name: str, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is right for one number of warps only is one compiler away from being wrong for all."""
     monkeypatch.setattr(configs, name, getattr(configs, name) | {"num_warps": warps})
-    monkeypatch.setattr(launch, "fastest", lambda *_: (2, 128))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (2, 128))
     check(make(1, 1100, 1, 1), **BOUNDED)
 
 
@@ -183,7 +184,7 @@ def test_t05_numbers_of_warps_of_the_backward_pass(name: str, warps: int, monkey
 def test_t05_wide_summaries(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "SUMMARY", settings)
     monkeypatch.setattr(configs, "SUMMARY_BLOCK", 128 if settings["num_warps"] == 8 else 64)
-    monkeypatch.setattr(launch, "fastest", lambda *_: (2, 128))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (2, 128))
     inputs = make(1, 1100, 1, 1)
     inputs["g"] -= 8  # or nothing would pass from one segment to the next
     check(inputs, OPEN_LIMITS | {"o": 6e-3}, **BOUNDED)
@@ -195,7 +196,7 @@ def test_t05_serial_kernels_in_every_setting(stages: int, monkeypatch: pytest.Mo
         chosen = tuple(x | {"num_stages": min(stages, x["num_stages"])} for x in getattr(configs, name))
         monkeypatch.setattr(configs, name, chosen)
     check(make(1, 700, 2, 2), **BOUNDED)
-    monkeypatch.setattr(launch, "fastest", lambda *_: (1000, 64))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (1000, 64))
     check(make(1, 700, 2, 2), **BOUNDED)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 from perilune.ops.choice import force
 from perilune.ops.cuda import Kernel
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference
-from perilune.ops.kda.triton import launch
+from perilune.ops.kda.gpu import forward
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_value_heads_and_packed_sequences() -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_across_segments(width: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "fastest", lambda *_: (10, width))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (10, width))
     check(make(1, 4500, 1, 1), **BOUNDED)
     assert "summary" in _cuda
 
@@ -117,7 +117,7 @@ def test_a_stream_and_a_graph() -> None:
 @pytest.mark.parametrize("segment", [2, 1000])
 def test_gradients(segment: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64, and the same bits again."""
-    monkeypatch.setattr(launch, "fastest", lambda *_: (segment, 128))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (segment, 128))
     inputs = make(1, 700, 2, 4)
     first, second = run(chunk_kda, inputs, **BOUNDED), run(chunk_kda, inputs, **BOUNDED)
     assert all(torch.equal(first[n], second[n]) for n in first)

@@ -23,7 +23,7 @@ from compiled_for_hopper import compiled
 from perilune.ops.attnres import triton_mix, triton_two_phase
 from perilune.ops.kda import triton_decode, triton_verify
 from perilune.ops.kda.arguments import check
-from perilune.ops.kda.triton.states import kda_triton_states
+from perilune.ops.kda.gpu.states import kda_gpu_states
 from perilune.ops.kda.verify import Projections
 from perilune.ops.triton import norm, short_conv, situ_glu
 
@@ -158,5 +158,5 @@ def test_states_that_leave_the_scan_fit_beside_its_stages(dim: int) -> None:
     sequence = [half(1, 256, 2, dim) for _ in range(4)] + [half(1, 256, 2)]
     options = {"lower_bound": -5.0, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "A_log": full(2)}
     args = check(*sequence, output_final_state=True, **options)
-    launches = {one.name: one for one in compiled(lambda: kda_triton_states(args, [64, 192]))}
+    launches = {one.name: one for one in compiled(lambda: kda_gpu_states(args, [64, 192]))}
     assert launches["scan_forward_kernel"].shared <= SHARED_BYTES, launches

@@ -17,9 +17,9 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
 from perilune.ops.kda.chunked import chunked
+from perilune.ops.kda.gpu import support as gpu
 from perilune.ops.kda.native import native, native_recurrent, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
-from perilune.ops.kda.triton import support as triton
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
@@ -28,7 +28,7 @@ def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
     if wanted in ("reference", "torch"):
         return Choice(wanted, "demanded by PERILUNE_OPS or force()")
     if device.type == "cuda" or wanted == "triton":
-        obstacle = triton.dtype_obstacle(device, *dtypes)
+        obstacle = gpu.dtype_obstacle(device, *dtypes)
         if obstacle is None:
             return Choice("triton", "Triton kernels, products in bfloat16, state in float32")
         if device.type == "cuda":
@@ -43,7 +43,7 @@ def choose(args: Arguments) -> Choice:
     """As `select`, for one call: the Triton kernels do not take every shape and gate."""
     choice = select(args.q.device, *(x.dtype for x in (args.q, args.k, args.v, args.g, args.beta)))
     if choice.implementation == "triton":
-        obstacle = triton.unsuitable(args)
+        obstacle = gpu.unsuitable(args)
         if obstacle is not None:
             return Choice("torch", f"chunked form in plain torch: {obstacle}")
     return choice
@@ -198,9 +198,9 @@ def run(args: Arguments, chunk_size: int | None = None) -> tuple[Tensor, Tensor 
     if implementation == "native" and chunk_size is None:
         return native(args)
     if implementation == "triton" and chunk_size in (None, 64):
-        from perilune.ops.kda.triton.autograd import kda_triton
+        from perilune.ops.kda.gpu.autograd import kda_gpu
 
-        return kda_triton(args)
+        return kda_gpu(args)
     if implementation == "reference":
         o, state = recurrent_reference(args)
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.kda.api import choose, run
 from perilune.ops.kda.arguments import Arguments, check
-from perilune.ops.kda.triton.plan import CHUNK
+from perilune.ops.kda.gpu.plan import CHUNK
 
 
 @torch.compiler.disable
@@ -45,9 +45,9 @@ def chunk_kda_states(
     if marks != sorted(set(marks)) or marks and not 1 <= marks[0] <= marks[-1] <= length:
         raise ConfigError(f"states are wanted after {marks} tokens; the numbers must ascend within 1..{length}")
     if choose(args).implementation == "triton" and not any(mark % CHUNK for mark in marks):
-        from perilune.ops.kda.triton.states import kda_triton_states
+        from perilune.ops.kda.gpu.states import kda_gpu_states
 
-        return kda_triton_states(args, marks)
+        return kda_gpu_states(args, marks)
     outs, states, state = [], [], args.initial_state
     for start, end in pairwise([0, *marks] if marks[-1:] == [length] else [0, *marks, length]):
         out, state = run(_piece(args, start, end, state))

@@ -14,7 +14,8 @@ from perilune.ops.cuda import Kernel, emulated, emulator
 from perilune.ops.kda import chunk_kda, chunk_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
-from perilune.ops.kda.triton import configs, launch
+from perilune.ops.kda.gpu import forward
+from perilune.ops.kda.triton import configs
 
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 
@@ -33,7 +34,7 @@ def _slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut sequences into segments of one chunk."""
-    monkeypatch.setattr(launch, "fastest", lambda offsets, heads, value_dim, *_: (1, value_dim))
+    monkeypatch.setattr(forward, "fastest", lambda offsets, heads, value_dim, *_: (1, value_dim))
 
 
 def transposed_state(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ def test_gradients_do_not_depend_on_segments(segments: None) -> None:
     inputs["g"] -= 9.0  # half-lives of hundreds of tokens, or nothing would pass from one segment to the next
     options = BOUNDED | {"cu_seqlens": torch.tensor([0, 250, 330]), "state_v_first": True}
     args = check(**inputs, **options)
-    assert launch.planned(launch.Setting.of(args, False), 1, 32, 16, torch.device("cpu"), False).unit_count == 6
+    assert forward.planned(forward.Setting.of(args, False), 1, 32, 16, torch.device("cpu"), False).unit_count == 6
     assert_close(outputs_and_gradients(chunk_kda, inputs, torch.float32, **options), reference(inputs, **options), 1e-4)
 
 
@@ -197,7 +198,7 @@ def test_strided_inputs_are_read_in_place_and_nothing_beside_them() -> None:
     truth = chunk_kda(**{n: x.float() for n, x in inputs.items()}, **BOUNDED)[0]
     o, _ = chunk_kda(**{n: views.get(n, x.float()) for n, x in inputs.items()}, **BOUNDED)
     assert torch.equal(o, truth)
-    assert all(launch.flat(view).data_ptr() == view.data_ptr() for view in views.values())
+    assert all(forward.flat(view).data_ptr() == view.data_ptr() for view in views.values())
 
 
 def test_one_decay_a_head_spread_over_the_channels() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perilune.ops.kda.triton.launch import Prepared, Setting
+from perilune.ops.kda.gpu.forward import Prepared, Setting
 
 CHUNK = 64
 

@@ -17,7 +17,7 @@ from prepare_oracle import CHUNK, Inputs, errors, expected, inputs, setting
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda import recurrent_kda_reference
 from perilune.ops.kda.cuda import prepare as stage
-from perilune.ops.kda.triton.launch import Prepared, Setting
+from perilune.ops.kda.gpu.forward import Prepared, Setting
 
 LIMITS = {
     "Qd": 2.2e-3,

@@ -19,7 +19,7 @@ from perilune.ops.cuda import emulated
 from perilune.ops.cuda.emulator import missing
 from perilune.ops.kda import recurrent_kda_reference
 from perilune.ops.kda.cuda import backward
-from perilune.ops.kda.triton.plan import CHUNK
+from perilune.ops.kda.gpu.plan import CHUNK
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

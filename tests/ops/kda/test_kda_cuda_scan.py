@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install peril
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda.cuda import scan as stage
 from perilune.ops.kda.cuda import scan_backward, summary
-from perilune.ops.kda.triton.launch import Prepared, state_strides
-from perilune.ops.kda.triton.plan import CHUNK, Plan, plan
+from perilune.ops.kda.gpu.forward import Prepared, state_strides
+from perilune.ops.kda.gpu.plan import CHUNK, Plan, plan
 
 NAN = float("nan")
 LIMIT = 4e-3  # of states, errors and writes rounded to bfloat16 on the way

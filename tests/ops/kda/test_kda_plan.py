@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from perilune.ops.kda.arguments import check
-from perilune.ops.kda.triton import support
-from perilune.ops.kda.triton.plan import CHUNK, LEAST_SEGMENT, fastest, plan
+from perilune.ops.kda.gpu import support
+from perilune.ops.kda.gpu.plan import CHUNK, LEAST_SEGMENT, fastest, plan
 
 CPU = torch.device("cpu")
 

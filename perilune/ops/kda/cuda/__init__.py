@@ -1,1 +1,1 @@
-"""Stages of the KDA kernels in CUDA C++; which of them run is decided beside their Triton forms."""
+"""KDA's GPU kernels in CUDA C++, a module of the same name beside each: for which calls it runs, and its launch."""

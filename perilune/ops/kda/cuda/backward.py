@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel, unavailable_reason
-from perilune.ops.kda.triton.plan import CHUNK
+from perilune.ops.kda.gpu.plan import CHUNK
 from perilune.ops.triton.available import units
 
 DIMS = (64, 128)

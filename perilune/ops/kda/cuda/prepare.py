@@ -14,7 +14,7 @@ from perilune.ops.choice import Choice
 from perilune.ops.cuda import Kernel
 
 if TYPE_CHECKING:
-    from perilune.ops.kda.triton.launch import Prepared, Setting
+    from perilune.ops.kda.gpu.forward import Prepared, Setting
 
 THREADS = 256
 BLOCKS = 3  # that share a multiprocessor: limits registers

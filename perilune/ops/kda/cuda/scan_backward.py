@@ -12,8 +12,8 @@ from perilune.ops.cuda import Kernel
 from perilune.ops.kda.cuda.serial import obstacle, serial_kernel
 
 if TYPE_CHECKING:
-    from perilune.ops.kda.triton.launch import Prepared
-    from perilune.ops.kda.triton.plan import Plan
+    from perilune.ops.kda.gpu.forward import Prepared
+    from perilune.ops.kda.gpu.plan import Plan
 
 
 @cache

@@ -1,1 +1,1 @@
-"""KDA over whole sequences in Triton, for Hopper GPUs. Import `support` to ask whether it can run; `autograd` runs it."""
+"""KDA's GPU kernels in Triton, for Hopper GPUs, and their launch settings. `ops.kda.gpu` runs them."""

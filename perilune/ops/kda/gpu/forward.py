@@ -1,4 +1,4 @@
-"""Run the kernels of the forward pass: settings, buffers, launches."""
+"""Run the kernels of the forward pass: settings, buffers, launches; each stage in CUDA where that kernel takes the call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import summary as cuda_summary
+from perilune.ops.kda.gpu.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton import configs
-from perilune.ops.kda.triton.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton.prepare import prepare_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
 from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel

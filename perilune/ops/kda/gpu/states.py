@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from perilune.ops.kda.arguments import Arguments
-from perilune.ops.kda.triton.launch import Setting, flat, forward
-from perilune.ops.kda.triton.plan import CHUNK
+from perilune.ops.kda.gpu.forward import Setting, flat, forward
+from perilune.ops.kda.gpu.plan import CHUNK
 
 
 class Exports(NamedTuple):
@@ -21,7 +21,7 @@ class Exports(NamedTuple):
     state: Tensor
 
 
-def kda_triton_states(args: Arguments, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def kda_gpu_states(args: Arguments, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernels on rows of equal length without gradients; `offsets` are multiples of a chunk."""
     batch, length = args.batch, args.q.shape[1]
     count = -(-length // CHUNK)
