@@ -1,6 +1,7 @@
 """A read over depth in one launch on a CUDA device, with gradients: by the CUDA kernels or by Triton's.
 
-The CUDA kernels sum the mix again in their backward pass; Triton's keep it where a norm follows.
+The CUDA kernels sum the mix again in their backward pass; Triton's keep it where a norm follows. Of two sources Triton's
+forward kernel, a program a token, is the faster one: its many programs hide what a token waits for between its steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.attnres.cuda import read as cuda
 from perilune.ops.attnres.slots import GradientSlots
+from perilune.ops.triton.available import missing
+
+FEW_SOURCES = 2
 
 
 def read(
@@ -31,18 +35,24 @@ def read(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         total, out = _Read.apply(on_cuda, score_weight_D, norm_weight_D, delta, given, eps, norm_eps, slot, *sources)
     else:
-        total, out, *_ = _forward(on_cuda)(
-            sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=False, given=_dense(given)
+        total, out, *_ = _forward(
+            on_cuda, sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=False, given=_dense(given)
         )
     return out, sources[-1] if total is None else total
 
 
-def _forward(on_cuda: bool):
-    if on_cuda:
-        return cuda.forward
+def _forward(
+    on_cuda: bool, sources: Sequence[Tensor], delta: Tensor | None, *rest, **more
+) -> tuple[Tensor | None, ...]:
+    """Running sum or None, output, and for training what the backward kernel wants."""
+    if on_cuda and (len(sources) > FEW_SOURCES or missing() is not None or not sources[0].is_cuda):
+        return cuda.forward(sources, delta, *rest, **more)
     from perilune.ops.attnres.triton_mix import forward
 
-    return forward
+    if not on_cuda:
+        return forward(sources, delta, *rest, **more)
+    total, out, _, statistics = forward(sources, delta, *rest, keep_mix=False, **more)
+    return total, out, statistics
 
 
 def _dense(given: Tensor | None) -> Tensor | None:
@@ -52,8 +62,8 @@ def _dense(given: Tensor | None) -> Tensor | None:
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, on_cuda, score_weight_D, norm_weight_D, delta, given, eps, norm_eps, slot, *sources):
-        total, out, *kept = _forward(on_cuda)(
-            sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=True, given=_dense(given)
+        total, out, *kept = _forward(
+            on_cuda, sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, training=True, given=_dense(given)
         )
         live = sources[-1] if total is None else total
         ctx.save_for_backward(score_weight_D, norm_weight_D, *kept, *sources[:-1], live)

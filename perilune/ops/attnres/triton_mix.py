@@ -58,6 +58,22 @@ def _score(v, c, eps, D: tl.constexpr):
 
 
 @triton.jit
+def _take_source(v, i, row, c, given, statistics, acc, denominator, top, eps, N: tl.constexpr, D: tl.constexpr):
+    """One step of the online softmax over sources."""
+    v = v.to(tl.float32)
+    score, rstd = _score(v, c, eps, D)
+    if given is not None:
+        known = tl.load(given + row)
+        score, rstd = tl.where(i == 0, known, score), tl.where(i == 0, 0.0, rstd)
+    if statistics is not None:
+        tl.store(statistics + i, score)
+        tl.store(statistics + N + 1 + i, rstd)
+    higher = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
+    kept, weight = tl.exp(top - higher), tl.exp(score - higher)
+    return acc * kept + v * weight, denominator * kept + weight, higher
+
+
+@triton.jit
 def _forward_kernel(
     bank, strides, live, live_stride, delta, delta_stride, given, score_weight, norm_weight, total, mixed, out, statistics,
     eps, norm_eps, D: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
@@ -80,21 +96,15 @@ def _forward_kernel(
         tl.store(statistics + N, top)
         tl.store(statistics + 2 * N + 1, rstd)
     acc, denominator = v, 1.0
-    if N > 0:
+    if N == 1:  # as a loop its load would wait for its turn
+        acc, denominator, top = _take_source(
+            load_source(bank, strides, 0, row, at, inside, ALIGNED), 0, row, c, given, statistics, acc, denominator, top, eps, N, D
+        )  # fmt: skip
+    elif N > 1:
         for i in tl.range(0, N, num_stages=STAGES):
-            v = load_source(bank, strides, i, row, at, inside, ALIGNED).to(tl.float32)
-            score, rstd = _score(v, c, eps, D)
-            if given is not None:
-                known = tl.load(given + row)
-                score, rstd = tl.where(i == 0, known, score), tl.where(i == 0, 0.0, rstd)
-            if statistics is not None:
-                tl.store(statistics + i, score)
-                tl.store(statistics + N + 1 + i, rstd)
-            higher = tl.maximum(top, score, propagate_nan=tl.PropagateNan.ALL)
-            kept, weight = tl.exp(top - higher), tl.exp(score - higher)
-            acc = acc * kept + v * weight
-            denominator = denominator * kept + weight
-            top = higher
+            acc, denominator, top = _take_source(
+                load_source(bank, strides, i, row, at, inside, ALIGNED), i, row, c, given, statistics, acc, denominator, top, eps, N, D
+            )  # fmt: skip
     acc = acc * (1.0 / denominator)
     if mixed is not None:
         tl.store(mixed + row * D + at, acc.to(mixed.dtype.element_ty), inside)
@@ -170,7 +180,8 @@ def row_views(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int,
 
 def forward(
     sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
-    norm_eps: float, training: bool = False, given: Tensor | None = None, num_warps: int = 4, stages: int = 3,
+    norm_eps: float, training: bool = False, given: Tensor | None = None, keep_mix: bool = True, num_warps: int = 4,
+    stages: int = 3,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the forward kernel.
 
@@ -178,7 +189,8 @@ def forward(
 
     Returns:
         (running sum or None without delta, output, the mix before its norm, statistics [rows, 2 M + 1]: scores, rstd, and the
-        logarithm of the softmax's denominator); the last two only for training, and the mix only if there is a norm.
+        logarithm of the softmax's denominator); the last two only for training, and the mix only if there is a norm and
+        keep_mix.
     """
     first = sources[0]
     width = first.shape[-1]
@@ -186,7 +198,7 @@ def forward(
     views, strides = row_views(sources)
     total = None if delta is None else fresh(first)
     out = fresh(first)
-    mixed = fresh(first) if training and norm_weight_D is not None else None
+    mixed = fresh(first) if training and keep_mix and norm_weight_D is not None else None
     statistics = torch.empty(rows, 2 * len(sources) + 1, device=first.device) if training else None
     if rows:
         delta_rows, delta_stride = (None, 0) if delta is None else as_rows(delta)
