@@ -63,27 +63,36 @@ class DecodeRows:
         return self._there
 
 
-def chunk_rows(chunk: Chunk, page_tokens: int, device: torch.device) -> PagedRows:
-    """A chunk of one sequence, with the points inside it at which its states are exported."""
-    positions = torch.arange(chunk.start, chunk.end)
-    table_P = torch.tensor(chunk.pages[: -(-chunk.end // page_tokens)])
+def chunk_rows(chunks: Sequence[Chunk], page_tokens: int, device: torch.device) -> PagedRows:
+    """Chunks of prompts, one behind the other if there are several, with the points at which states are exported."""
+    positions = [torch.arange(chunk.start, chunk.end) for chunk in chunks]
+    tables = [torch.tensor(chunk.pages[: -(-chunk.end // page_tokens)]) for chunk in chunks]
+    ends = torch.tensor([(chunk.end, *chunk.state) for chunk in chunks])
+    pieces = [
+        *(table[place // page_tokens] for table, place in zip(tables, positions)),
+        *(place % page_tokens for place in positions),
+        *tables,
+        ends.flatten(),
+    ]
+    there = torch.cat(pieces).to(device)  # in one copy: on a GPU each costs as much as a kernel
+    tokens = sum(len(place) for place in positions)
+    page_N, slot_N, rest = there.split((tokens, tokens, len(there) - 2 * tokens))
+    sizes = [len(place) for place in positions]
+    *table_P, numbers = rest.split((*(len(table) for table in tables), ends.numel()))
+    parts = [
+        PagedRows(
+            past=[chunk.start], page_N=pages, slot_N=slots, table_BP=table[None], length_B=number[:1],
+            state_GB=number[1:, None],
+            marks=tuple(Mark(e.position - chunk.start, e.targets) for e in chunk.exports if e.position < chunk.end),
+        )
+        for chunk, pages, slots, table, number in zip(
+            chunks, page_N.split(sizes), slot_N.split(sizes), table_P, numbers.view_as(ends)
+        )
+    ]  # fmt: skip
+    if len(parts) == 1:
+        return parts[0]
+    none = numbers[:0]
     return PagedRows(
-        past=[chunk.start],
-        page_N=table_P[positions // page_tokens].to(device),
-        slot_N=(positions % page_tokens).to(device),
-        table_BP=table_P[None].to(device),
-        length_B=torch.tensor([chunk.end], device=device),
-        state_GB=torch.tensor(chunk.state, dtype=torch.int64, device=device)[:, None],
-        marks=tuple(Mark(e.position - chunk.start, e.targets) for e in chunk.exports if e.position < chunk.end),
-    )
-
-
-def packed_rows(parts: Sequence[PagedRows]) -> PagedRows:
-    """Chunks of several sequences, one behind the other."""
-    none = parts[0].length_B[:0]
-    return PagedRows(
-        past=[part.past[0] for part in parts], page_N=torch.cat([part.page_N for part in parts]),
-        slot_N=torch.cat([part.slot_N for part in parts]), table_BP=none[None], length_B=none, state_GB=none[None].expand(
-            parts[0].state_GB.shape[0], 0
-        ), parts=tuple(parts),
+        past=[chunk.start for chunk in chunks], page_N=page_N, slot_N=slot_N, table_BP=none[None], length_B=none,
+        state_GB=none.expand(ends.shape[1] - 1, 0), parts=tuple(parts),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from perilune.serve.cache import Chunk
 from perilune.serve.runner.graphs import DecodeGraphs
 from perilune.serve.runner.pages import PagePool
 from perilune.serve.runner.recordings import DecodeRecordings
-from perilune.serve.runner.rows import DecodeRows, chunk_rows, packed_rows
+from perilune.serve.runner.rows import DecodeRows, chunk_rows
 from perilune.serve.schedule import Plan, Row
 
 
@@ -119,7 +119,7 @@ class ModelRunner:
         what = "all" if every else "last" if row.draws else "none"
         images = None if content is None else content.image_rows(chunk.start, chunk.end)
         self.tokens_run += chunk.end - chunk.start
-        logits = self._logits([row.tokens], self._rows(chunk), what, images)
+        logits = self._logits([row.tokens], self._rows([chunk]), what, images)
         if every:
             scores.prompt[row.sequence.name] = logits[0]
         if row.draws:
@@ -129,7 +129,7 @@ class ModelRunner:
     def _prefill_together(self, rows: Sequence[Row], scores: Scores) -> None:
         """Chunks of several sequences, of any lengths, in one pass."""
         chunks = [row.chunk for row in rows]
-        packed = packed_rows([self._rows(chunk) for chunk in chunks])
+        packed = self._rows(chunks)
         ids = torch.tensor([[token for row in rows for token in row.tokens]], device=self.model.device)
         self.tokens_run += ids.numel()
         hidden_BTD = self.model.hidden(ids, PagedState(self.pool.layers(packed), packed))
@@ -141,8 +141,8 @@ class ModelRunner:
                 scores.logits[row.sequence.name] = logits_Z
         self._export_ends(chunks)
 
-    def _rows(self, chunk: Chunk) -> PagedRows:
-        return chunk_rows(chunk, self.pool.geometry.page_tokens, self.model.device)
+    def _rows(self, chunks: Sequence[Chunk]) -> PagedRows:
+        return chunk_rows(chunks, self.pool.geometry.page_tokens, self.model.device)
 
     def _logits(
         self, ids_BT: Sequence[Sequence[int]], rows: PagedRows, what: str, images: ImageRows | None = None

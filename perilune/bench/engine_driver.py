@@ -1,0 +1,96 @@
+"""Scheduler, cache and runner driven by hand, for measurements: no thread, no text, greedy tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from functools import lru_cache
+
+import torch
+
+from perilune.config.presets import preset
+from perilune.model import Transformer, init_weights
+from perilune.serve.cache import HybridCache, RootKey, TokenChain
+from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
+from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass
+
+ONE_CLASS = (ServiceClass(name="all", up_to=2**62),)
+
+
+@lru_cache(maxsize=1)
+def model_of(name: str, device: str) -> Transformer:
+    """A preset with random weights, in the dtype that its device serves in."""
+    model = init_weights(Transformer(preset(name)), 0).to(device).eval()
+    model.compute_dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return model
+
+
+def random_ids(model: Transformer, count: int, seed: int = 0) -> list[int]:
+    """A prompt."""
+    return torch.randint(0, model.cfg.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def pages_of(model: Transformer, tokens: int, sequences: int) -> int:
+    """Pages for so many tokens of so many sequences, twice over."""
+    geometry = pool_geometry(model.cfg, model.compute_dtype)
+    return 2 * geometry.pages_for(tokens) + sequences * (4 * geometry.groups + 2) + 8
+
+
+class Driver:
+    """An engine without its thread.
+
+    Args:
+        model: greedy answers are drawn from it.
+        pages: of the pool.
+        limits: of the scheduler.
+
+    Attributes:
+        spoke: when each sequence drew its first token, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, model: Transformer, pages: int, limits: Limits) -> None:
+        self.geometry = pool_geometry(model.cfg, model.compute_dtype)
+        self.cache = HybridCache(self.geometry, pages)
+        self.scheduler = Scheduler(self.cache, limits)
+        self.pool = PagePool(model.cfg, self.geometry, pages, model.compute_dtype, model.device)
+        self.runner = ModelRunner(model, self.pool, model.cfg.vocab_size)
+        self.spoke: dict[str, float] = {}
+        self._names = itertools.count()
+
+    def chain(self, ids: list[int]) -> TokenChain:
+        """Digests of a prompt."""
+        return TokenChain(RootKey(model="m"), self.geometry.unit, ids)
+
+    def add(self, ids: list[int], chain: TokenChain | None = None) -> Sequence:
+        """Queue a prompt."""
+        sequence = Sequence(f"s{next(self._names)}", ids, chain or self.chain(ids))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        """One step, greedy."""
+        plan = self.scheduler.plan()
+        assert plan is not None, "nothing can be computed"
+        drawn: dict[str, int] = {}
+        since = time.perf_counter()
+        for stage in range(len(plan.stages)):
+            logits = self.runner.run(plan, stage).logits
+            if logits:
+                drawn |= zip(logits, torch.stack(list(logits.values())).argmax(-1).tolist())
+            now = time.perf_counter()
+            self.scheduler.took(plan, stage, now - since)
+            for name in logits:
+                self.spoke.setdefault(name, now)
+            since = now
+        self.scheduler.finish(plan, drawn)
+
+    def until_first_token(self, sequence: Sequence) -> None:
+        """Steps until a sequence has drawn; the others go on."""
+        while not sequence.drawn:
+            self.step()
+
+    def end(self, *sequences: Sequence) -> None:
+        """Sequences are done."""
+        for sequence in sequences:
+            self.scheduler.end(sequence)
+            self.spoke.pop(sequence.name, None)

@@ -1,0 +1,123 @@
+"""How long a short prompt waits for its first token: on an idle engine, among long ones, and there without budgets.
+
+Short prompts arrive at random moments, also in the middle of a step, and are seen at its end, as in a served engine. Among
+long ones there are always two of these, the next one coming when one has its first token. Conditions take turns, so that a
+neighbour on the machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from perilune.bench.engine_driver import ONE_CLASS, Driver, pages_of, random_ids
+from perilune.bench.harness import Row, commit, device_name, versions
+from perilune.model import Transformer
+from perilune.serve.schedule import Limits, Sequence, service_classes
+
+SHORT, LONG = 60, 3000
+ROUNDS, EACH = 6, 25
+GAP = 8.0  # mean time between two arrivals, in times of a short prompt's own step
+
+
+class _Condition:
+    """An engine with or without budgets and long prompts, and what its short ones have waited."""
+
+    def __init__(self, model: Transformer, *, budgets: bool, busy: bool, context: int) -> None:
+        classes = service_classes(context) if budgets else ONE_CLASS
+        limits = Limits(sequences=8, step_tokens=512, chunk=512, classes=classes)
+        self.driver = Driver(model, pages_of(model, 8 * (LONG + 512), 16), limits)
+        self.model, self.busy = model, busy
+        self.waits: list[float] = []
+        self._long: list[Sequence] = []
+        self._seeds = iter(range(1, 1 << 30))
+        self._rng = random.Random(0)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return random_ids(self.model, tokens, next(self._seeds))
+
+    def alone(self) -> float:
+        """Seconds of one short prompt."""
+        began = time.perf_counter()
+        sequence = self.driver.add(self._prompt(SHORT))
+        self.driver.until_first_token(sequence)
+        self.driver.end(sequence)
+        return time.perf_counter() - began
+
+    def run(self, count: int, gap: float) -> None:
+        """So many short prompts, at random times with this mean between them."""
+        driver, due = self.driver, time.perf_counter()
+        arrivals = []
+        for _ in range(count):
+            due += self._rng.expovariate(1 / gap)
+            arrivals.append((due, self._prompt(SHORT)))
+        waiting: dict[str, tuple[Sequence, float]] = {}
+        while arrivals or waiting:
+            while arrivals and arrivals[0][0] <= time.perf_counter():
+                due, ids = arrivals.pop(0)
+                sequence = driver.add(ids)
+                waiting[sequence.name] = (sequence, due)
+            while self.busy and len(self._long) < 2:
+                self._long.append(driver.add(self._prompt(LONG)))
+            if driver.scheduler.idle:
+                time.sleep(max(0.0, arrivals[0][0] - time.perf_counter()))
+                continue
+            driver.step()
+            for name in [name for name in waiting if name in driver.spoke]:
+                sequence, due = waiting.pop(name)
+                self.waits.append(1e3 * (driver.spoke[name] - due))
+                driver.end(sequence)
+            for sequence in [sequence for sequence in self._long if sequence.drawn]:
+                self._long.remove(sequence)
+                driver.end(sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """The row `engine_short_p99`: 99th percentile of the wait among long prompts, beside that on an idle engine.
+
+    Attributes:
+        model: served.
+        context: decides the classes.
+        goal: ratio that is aimed at.
+    """
+
+    model: Transformer
+    context: int
+    goal: float
+    name: str = "engine_short_p99"
+    shape: str = f"{SHORT} tokens at random moments, always two prompts of {LONG} at work"
+
+    def measure(self, device: str, samples: int) -> Row:
+        """Run all conditions in turns."""
+        conditions = {
+            "budgets": _Condition(self.model, budgets=True, busy=True, context=self.context),
+            "idle": _Condition(self.model, budgets=True, busy=False, context=self.context),
+            "one_queue": _Condition(self.model, budgets=False, busy=True, context=self.context),
+        }
+        idle = conditions["idle"]
+        gap = GAP * statistics.median(idle.alone() for _ in range(9))
+        conditions["budgets"].run(EACH, gap)  # the engine learns its pace
+        conditions["budgets"].waits.clear()
+        for _ in range(ROUNDS):
+            for label, condition in conditions.items():
+                condition.run(EACH if label != "one_queue" else EACH // 5, gap)
+        ours, theirs = conditions["budgets"].waits, idle.waits
+        p99, idle_p99 = (float(np.percentile(waits, 99)) for waits in (ours, theirs))
+        return Row(
+            name=self.name, shape=self.shape, ours_ms=p99, peer="the same, no long prompts", peer_ms=idle_p99,
+            ratio=idle_p99 / p99, bound_ms=None, device=device_name(device), versions=versions(), commit=commit(),
+            ours_spread_ms=(min(ours), max(ours)), peer_spread_ms=(min(theirs), max(theirs)), samples=len(ours),
+            extra=dict(_percentiles(conditions)) | {"target_ratio": self.goal},
+        )  # fmt: skip
+
+
+def _percentiles(conditions: dict[str, _Condition]) -> Iterator[tuple[str, float]]:
+    for label, condition in conditions.items():
+        for percent in (50, 99):
+            yield f"{label}_p{percent}_ms", float(np.percentile(condition.waits, percent))
