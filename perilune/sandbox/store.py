@@ -301,16 +301,24 @@ class Store:
         """A snapshot's record. Raises SandboxError for an unknown name, StoreDamaged for a record that is not whole."""
         path = self.snapshot_path(name)
         try:
-            return _parse(path.read_bytes(), f"snapshot {name} ({path})")
+            return parse_record(path.read_bytes(), f"snapshot {name} ({path})")
         except FileNotFoundError:
+            from perilune.sandbox.arrival import Arrival
+
+            if (arrival := Arrival.of(self.root, snapshot=name)) is not None:
+                return arrival.snapshot
             known = ", ".join(self.snapshots()[:8]) or "none"
             raise NoSuchSandbox(f"there is no snapshot {name!r} in {self.root}; there are: {known}") from None
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """A second snapshot of the same content, with its own life; no content is written."""
+        from perilune.sandbox.arrival import Arrival
+
+        if (arrival := Arrival.of(self.root, snapshot=snapshot.id)) is not None:
+            arrival.wait()
         with self.writing() as batch:
             made = replace(snapshot, id=self.new_id(), parent=snapshot.id, created=time.time(), new_bytes=0)
-            self._needs(snapshot)
+            self.needs(snapshot)
             batch.publish(made)
             return made
 
@@ -326,7 +334,8 @@ class Store:
             raise StoreDamaged(f"snapshot store {self.root}: layer {name} is no saved machine: {error}") from None
         return found
 
-    def _needs(self, snapshot: Snapshot) -> set[str]:
+    def needs(self, snapshot: Snapshot) -> set[str]:
+        """All blobs that a snapshot is made of. Raises StoreDamaged."""
         if snapshot.contains == "machine":
             return {snapshot.layer, *self.read_machine(snapshot.layer)["needs"]}
         entries = self.read_layer(snapshot.layer)
@@ -340,7 +349,7 @@ class Store:
         """
         count: Counter[str] = Counter()
         for name in set(self.snapshots()) - set(without):
-            count.update(self._needs(self.snapshot(name)))
+            count.update(self.needs(self.snapshot(name)))
         return count
 
     def delete(self, names: Sequence[str]) -> int:
@@ -388,7 +397,7 @@ class Store:
         snapshot = self.snapshot(name)
         if not self.blob_path(snapshot.layer).exists():
             return {snapshot.layer}
-        return {blob for blob in self._needs(snapshot) if not self.blob_path(blob).exists()}
+        return {blob for blob in self.needs(snapshot) if not self.blob_path(blob).exists()}
 
     def import_snapshot(self, record: bytes, fetch: Callable[[str], bytes]) -> Snapshot:
         """Take over a snapshot of another store: each blob that is not here is fetched and checked, then the snapshot exists.
@@ -401,15 +410,16 @@ class Store:
             StoreDamaged: the record or a blob is not what its hash says; nothing was published.
             StoreFull: it does not fit.
         """
-        snapshot = _parse(record, "a record that was sent here")
+        snapshot = parse_record(record, "a record that was sent here")
         with self.writing() as batch:
-            self._fetch(snapshot.layer, batch, fetch)
-            for blob in sorted(self._needs(snapshot)):
-                self._fetch(blob, batch, fetch)
+            self.fetch(snapshot.layer, batch, fetch)
+            for blob in sorted(self.needs(snapshot)):
+                self.fetch(blob, batch, fetch)
             batch.publish(snapshot)
         return snapshot
 
-    def _fetch(self, name: str, batch: Batch, fetch: Callable[[str], bytes]) -> None:
+    def fetch(self, name: str, batch: Batch, fetch: Callable[[str], bytes]) -> None:
+        """Have a blob, fetched and checked unless it is here. Raises StoreDamaged, StoreFull."""
         if self.blob_path(_blob_name(name)).exists():
             return
         data = fetch(name)
@@ -437,7 +447,7 @@ class Store:
         found: list[str] = []
         whole: set[str] = set()
         try:
-            needs = self._needs(self.snapshot(name))
+            needs = self.needs(self.snapshot(name))
         except SandboxError as error:
             return [f"{name}: {error}"], whole
         for blob in sorted(needs - checked):
@@ -475,7 +485,7 @@ def _blob_name(name: Any) -> str:
     return name
 
 
-def _parse(record: bytes, what: str) -> Snapshot:
+def parse_record(record: bytes, what: str) -> Snapshot:
     """A snapshot's record. Raises StoreDamaged."""
     try:
         body, checksum, rest = record.split(b"\n")

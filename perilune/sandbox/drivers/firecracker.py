@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perilune.errors import ConfigError
+from perilune.sandbox.arrival import Arrival
 from perilune.sandbox.drivers.firecracker_machine import FORMAT, FirecrackerMachine, State, boot, read_state
 from perilune.sandbox.drivers.keeper import Keeper
 from perilune.sandbox.guest import build_image
@@ -100,6 +101,8 @@ class FirecrackerDriver:
                 state = self._template(spec, wanted)
             else:
                 store = Store(Path(blobs).parent, sync="none")
+                if (arrival := Arrival.of(store.root, layer=layer)) is not None:
+                    arrival.wait()
                 record = store.read_machine(layer)
                 if record.get("format") != FORMAT or record.get("made_of") != wanted:
                     name, recorded, needed = first_difference(str(record.get("made_of")), wanted)

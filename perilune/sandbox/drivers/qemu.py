@@ -8,19 +8,25 @@ several from one template finds the next process started ahead.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from perilune.errors import ConfigError
+from perilune.sandbox.arrival import Arrival
 from perilune.sandbox.drivers.cgroup import Group
 from perilune.sandbox.drivers.keeper import Keeper
+from perilune.sandbox.drivers.qemu_arriving import ArrivingMachine, OnItsWay
 from perilune.sandbox.drivers.qemu_host import Host, find_out
 from perilune.sandbox.drivers.qemu_machine import FORMAT, QemuMachine
-from perilune.sandbox.drivers.qemu_process import KERNEL_LINE, Vm, program, spawn
+from perilune.sandbox.drivers.qemu_process import KERNEL_LINE, Vm, program, spawn, tracking_library
 from perilune.sandbox.drivers.qemu_template import Template, Templates
 from perilune.sandbox.guest import build_image
 from perilune.sandbox.guest.build_image import Image
@@ -29,6 +35,7 @@ from perilune.sandbox.protocol import Capabilities, DriverUnavailable, Limits, M
 from perilune.sandbox.store import Store
 from perilune.sandbox.template import first_difference
 
+log = logging.getLogger(__name__)
 MEMORY_STEP, LEAST_MEMORY = 64 << 20, 128 << 20
 OVERHEAD_BYTES, OVERHEAD_THREADS = 256 << 20, 62
 """What the process may use beside the guest's memory: devices, translated code; and threads."""
@@ -144,10 +151,11 @@ class QemuDriver:
             devices = template.devices
         else:
             store = self._store(blobs)
-            record = store.read_machine(layer)
-            if record.get("format") != FORMAT or record.get("made_of") != wanted:
-                name, recorded, needed = first_difference(str(record.get("made_of")), wanted)
-                raise Mismatch(name, recorded, needed, f"saved machine {layer[:12]}")
+            if (arrival := Arrival.of(store.root, layer=layer)) is not None:
+                if (machine := self._arriving(sandbox, generation, spec, wanted, store, arrival)) is not None:
+                    return machine
+                arrival.wait()
+            record = _checked(store, layer, wanted)
             try:
                 template = self.templates.restore(record["template"], wanted, store)
                 saved = Table.decode(store.read(record["table"]), record["packs"]), store.packs
@@ -156,17 +164,59 @@ class QemuDriver:
                 raise StoreDamaged(f"saved machine {layer[:12]} is damaged: {error}") from None
         return self._continue(sandbox, generation, spec, template, saved, devices, host.accelerator)
 
+    def _arriving(
+        self, sandbox: str, generation: str, spec: Spec, wanted: str, store: Store, arrival: Arrival
+    ) -> QemuMachine | None:
+        """A machine of a snapshot that is still on its way, or None where its memory cannot be filled as it is touched."""
+        if tracking_library() is None:
+            return None
+        record = _checked(store, arrival.snapshot.layer, wanted)
+        part = record["template"]
+        for name in (part["table"], part["devices"], record["table"], record["devices"]):
+            arrival.have(name)
+        saved = Table.decode(store.read(record["table"]), record["packs"])
+        template = Template(
+            part["id"], self.templates.place(part, wanted), wanted, part["size"], store.read(part["devices"]),
+            Table.decode(store.read(part["table"]), part["packs"]),
+        )  # fmt: skip
+        if template.memory.exists():
+            return None  # What differs from it is little.
+        mode, begun, file = self._host(self._image(spec)).accelerator, time.monotonic(), os.memfd_create("memory")
+        try:
+            os.truncate(file, template.size)
+            with self._in_group(sandbox, generation, spec, template) as group:
+                vm = spawn(self.keeper, sandbox, mode, file, template.size, lazy=True)
+        except BaseException:
+            os.close(file)
+            raise
+        source = OnItsWay(
+            arrival=arrival, file=file, saved=saved, packs=store.packs,
+            restore=lambda: self.templates.restore(part, wanted, store),
+        )  # fmt: skip
+        devices = store.read(record["devices"])
+        try:
+            return ArrivingMachine(sandbox, generation, spec, vm, template, group, begun, devices, mode, source)
+        except OSError as error:
+            log.info("sandbox %s: its memory cannot be filled as it is touched: %s", sandbox, error)
+            return None
+
+    @contextlib.contextmanager
+    def _in_group(self, sandbox: str, generation: str, spec: Spec, template: Template) -> Iterator[Group]:
+        """A control group for a machine, gone again if it is not started."""
+        outer = Limits(memory_bytes=template.size + OVERHEAD_BYTES, processes=OVERHEAD_THREADS, cpus=spec.limits.cpus)
+        group = Group(f"perilune-{sandbox}-{generation[:8]}", outer)
+        try:
+            yield group
+        except BaseException:
+            group.remove()
+            raise
+
     def _continue(
         self, sandbox: str, generation: str, spec: Spec, template: Template, saved: tuple[Table, Packs] | None, devices: bytes, mode: str
     ) -> QemuMachine:  # fmt: skip
         begun = time.monotonic()
-        outer = Limits(memory_bytes=template.size + OVERHEAD_BYTES, processes=OVERHEAD_THREADS, cpus=spec.limits.cpus)
-        group = Group(f"perilune-{sandbox}-{generation[:8]}", outer)
-        try:
+        with self._in_group(sandbox, generation, spec, template) as group:
             vm = self._started(sandbox, template, mode)
-        except BaseException:
-            group.remove()
-            raise
         return QemuMachine(sandbox, generation, spec, vm, template, group, begun, saved, devices, mode)
 
     def _started(self, sandbox: str, template: Template, mode: str) -> Vm:
@@ -212,6 +262,15 @@ class QemuDriver:
             vm.end()
         self._ahead.clear()
         self.keeper.close()
+
+
+def _checked(store: Store, layer: str, wanted: str) -> dict[str, Any]:
+    """The description of a saved machine. Raises Mismatch unless it was made of what is wanted, StoreDamaged."""
+    record = store.read_machine(layer)
+    if record.get("format") != FORMAT or record.get("made_of") != wanted:
+        name, recorded, needed = first_difference(str(record.get("made_of")), wanted)
+        raise Mismatch(name, recorded, needed, f"saved machine {layer[:12]}")
+    return record
 
 
 def memory_bytes(limits: Limits) -> int:

@@ -58,11 +58,7 @@ class QemuMachine(AgentMachine):
         try:
             for procs in group.procs_files:
                 Path(procs).write_text(str(vm.started.pid))
-            self.memory = Memory.find(vm.started.pid, str(template.memory), template.size)
-            if saved is not None:
-                self._last, packs = saved
-                for number, pages in packs.pieces(self._last):
-                    self.memory.write(number, pages)
+            self.memory = self._filled(saved)
             self._changed = self.memory.written()
             if self._changed is not None:  # What was just put there is as the table says.
                 self._changed = np.setdiff1d(self._changed, self._last.number, assume_unique=True)
@@ -77,6 +73,15 @@ class QemuMachine(AgentMachine):
             if isinstance(error, GuestLost) and text:
                 raise GuestLost(f"{error}; QEMU says: {text}") from error
             raise
+
+    def _filled(self, saved: tuple[Table, Packs] | None) -> Memory:
+        """The machine's memory, with what it held when it was saved."""
+        memory = Memory.find(self.vm.started.pid, str(self.template.memory), self.template.size)
+        if saved is not None:
+            self._last, packs = saved
+            for number, pages in packs.pieces(self._last):
+                memory.write(number, pages)
+        return memory
 
     def freeze(self) -> int:
         """Have the guest stand still, its processes between two instructions of theirs; returns how many there are."""

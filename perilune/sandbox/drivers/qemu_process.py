@@ -32,6 +32,11 @@ def program() -> str:
     return found
 
 
+def tracking_library() -> Path | None:
+    """What has QEMU's memory tracked, or None where it cannot be compiled."""
+    return compiled(Path(__file__).with_name("qemu_memory.c"))
+
+
 @dataclass(slots=True)
 class Vm:
     """A started QEMU.
@@ -65,23 +70,24 @@ def said(errors: int) -> str:
 
 
 def spawn(
-    keeper: Keeper, sandbox: str, accelerator: str, memory: Path, size: int, *, boot: tuple[Image, Path, int] | None = None,
+    keeper: Keeper, sandbox: str, accelerator: str, memory: Path | int, size: int, *, boot: tuple[Image, Path, int] | None = None,
+    lazy: bool = False,
 ) -> Vm:  # fmt: skip
     """Start QEMU.
 
     Args:
         sandbox: for messages and the process's name.
         accelerator: "tcg" or "kvm".
-        memory: the template's memory, mapped privately; where it boots, the descriptor of an empty file, which is written.
+        memory: a file or its descriptor, mapped privately; where it boots, that of an empty file, which is written.
         size: of the memory in bytes.
+        lazy: its owner fills the memory, which is an empty file's, as it is touched (`lazy_memory.py`).
         boot: image, a file for the console's text, and what the time stamp counter counts in a millisecond; None = wait for a device state.
 
     Raises:
         DriverUnavailable: it does not start; the message holds what it said.
     """
-    shared = isinstance(memory, int)
-    where = f"/proc/self/fd/{FIRST_FD + 2}" if shared else _quoted(memory)
-    backend = f"memory-backend-file,id=ram,size={size},mem-path={where},share={'on' if shared else 'off'}"
+    where = f"/proc/self/fd/{FIRST_FD + 2}" if isinstance(memory, int) else _quoted(memory)
+    backend = f"memory-backend-file,id=ram,size={size},mem-path={where},share={'on' if boot else 'off'}"
     argv = [
         program(), "-name", f"perilune-{sandbox}", "-M", _MACHINE, "-m", f"{size >> 20}M", "-object", backend, "-smp", "1",
         "-accel", f"tcg,thread=single,tb-size={_TRANSLATED_MB}" if accelerator == "tcg" else accelerator,
@@ -98,14 +104,16 @@ def spawn(
         argv += ["-kernel", boot[0].kernel, "-initrd", boot[0].initrd, "-append", KERNEL_LINE.format(khz=boot[2])]
     else:
         argv += ["-incoming", "defer"]
-    library = None if shared else compiled(Path(__file__).with_name("qemu_memory.c"))
+    library = None if boot else tracking_library()
     tracking = {"LD_PRELOAD": str(library), "PERILUNE_MEMORY_BYTES": str(size)} if library is not None else {}
+    if lazy:
+        tracking["PERILUNE_MEMORY_MISSING"] = "1"
     agent, its_agent = socket.socketpair()
     control, its_control = socket.socketpair()
     errors = os.memfd_create("qemu")
     started: Started | None = None
     try:
-        fds = [its_agent.fileno(), its_control.fileno(), *([memory] if shared else [])]
+        fds = [its_agent.fileno(), its_control.fileno(), *([memory] if isinstance(memory, int) else [])]
         started = keeper.start(argv, fds, errors, environment=tracking)
         its_agent.close()
         its_control.close()

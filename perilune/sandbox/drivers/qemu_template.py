@@ -196,17 +196,21 @@ class Templates:
                 return False
             return True
 
+    def place(self, part: dict[str, Any], made_of: str) -> Path:
+        """Where the template of a snapshot is, or would be."""
+        return self.folder / f"{_key(made_of)}-{part['id']}"
+
     def restore(self, part: dict[str, Any], made_of: str, store: Store) -> Template:
         """The template of a snapshot, from its folder or made again from the store.
 
         Raises:
             StoreDamaged: it is not whole there.
         """
-        name = f"{_key(made_of)}-{part['id']}"
-        if (found := self._load(self.folder / name)) is not None:
+        place = self.place(part, made_of)
+        if (found := self._load(place)) is not None:
             return found
         with self._locked(_key(made_of)):
-            if (found := self._load(self.folder / name)) is not None:
+            if (found := self._load(place)) is not None:
                 return found
             with self._building() as folder:
                 table = Table.decode(store.read(part["table"]), part["packs"])

@@ -7,15 +7,17 @@ all of it is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from perilune.errors import SandboxError
+from perilune.sandbox.arrival import Arrival
 from perilune.sandbox.connection import Connection
 from perilune.sandbox.protocol import NoSuchSandbox
 from perilune.sandbox.store import Snapshot, Store, is_named
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +64,24 @@ def pull(store: Store, snapshot: str, peers: Sequence[Peer]) -> Pulled:
     if store.snapshot_path(snapshot).exists() and not store.missing(snapshot):
         return Pulled(store.snapshot(snapshot), 0, 0, 0)
     pulled = Pulled(None, 0, 0, 0)  # type: ignore[arg-type]
+    fetch = _fetcher(snapshot, peers, pulled)
+    pulled.snapshot = _first(snapshot, peers, lambda record: store.import_snapshot(record, fetch))
+    return pulled
+
+
+def arrive(store: Store, snapshot: str, peers: Sequence[Peer]) -> Arrival:
+    """Begin to use a snapshot that only peers have: a machine runs before all of it is here (`arrival.py`).
+
+    Raises:
+        NoSuchSandbox: no peer has the snapshot.
+        SandboxError: what describes it is with none of them whole.
+    """
+    fetch = _fetcher(snapshot, peers, Pulled(None, 0, 0, 0))  # type: ignore[arg-type]
+    return _first(snapshot, peers, lambda record: Arrival.begin(store, record, fetch))
+
+
+def _fetcher(snapshot: str, peers: Sequence[Peer], pulled: Pulled) -> Callable[[str], bytes]:
+    """Fetches a blob from the first peer that has it whole."""
 
     def fetch(name: str) -> bytes:
         failures = []
@@ -82,11 +102,15 @@ def pull(store: Store, snapshot: str, peers: Sequence[Peer]) -> Pulled:
             f"snapshot {snapshot}: blob {name} is with none of {len(peers)} peers: {'; '.join(failures[:3])}"
         )
 
+    return fetch
+
+
+def _first(snapshot: str, peers: Sequence[Peer], take: Callable[[bytes], T]) -> T:
+    """What comes of the record of the first peer that has the snapshot."""
     failures = []
     for peer in peers:
         try:
-            pulled.snapshot = store.import_snapshot(peer.record(snapshot), fetch)
-            return pulled
+            return take(peer.record(snapshot))
         except NoSuchSandbox as error:
             failures.append(str(error))
     raise NoSuchSandbox(f"snapshot {snapshot} is with none of {len(peers)} peers: {'; '.join(failures[:3])}")
