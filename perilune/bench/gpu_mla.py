@@ -1,18 +1,19 @@
 """Rows of MLA on a GPU: absorbed decode against a long cache, and causal attention with an fp32 output as in training.
 
 Decode is bound by one read of the cache, or by the products of all heads with it; its peer is torch's attention on keys and
-values that were expanded before, which is what a cache without latents would be. The peer in training is torch's fastest
-kernel for the same shape, whose output is rounded to bfloat16.
+values that were expanded before, which is what a cache without latents would be. The peer in training is cuDNN's kernel, the
+fastest that torch has for the same shape; its output is rounded to bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perilune.bench.graphs import Calls, GraphCase, sets
 from perilune.bench.harness import Case
@@ -23,7 +24,8 @@ SCALE = (NOPE + SHARED) ** -0.5
 DECODE_SHAPES = [
     (b, h, s) for b, s in ((1, 32768), (1, 131072), (16, 4096), (16, 32768)) for h in (12, 48, 96)
 ]  # B, H, S
-TRAINING_SHAPES = ((8192, 48), (32768, 12))  # T, H
+RAGGED = tuple(512 * n * n // 4 + 512 for n in range(16))  # cached tokens of a batch whose sequences differ
+TRAINING_SHAPES = ((8192, 96), (8192, 48), (32768, 12))  # T, H
 PEER_BYTES = 20e9  # of expanded keys and values, beyond which the peer is left out
 
 
@@ -31,12 +33,12 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def decode_call(batch: int, heads: int, cached: int) -> Callable[[], Tensor]:
-    """One step of every sequence: both up-projections and the attention between them."""
+def decode_call(batch: int, heads: int, cached: int, lengths: Sequence[int] | None = None) -> Callable[[], Tensor]:
+    """One step of every sequence, up-projections and the attention between them; `cached` tokens each, or `lengths`."""
     q, q_shared = _normal(batch, 1, heads, NOPE), _normal(batch, 1, heads, SHARED)
     w_uk, w_uv = _normal(heads, NOPE, LATENT) / 23, _normal(heads, VALUE, LATENT) / 23
     cache = _normal(batch, cached, LATENT + SHARED)
-    length = torch.full((batch,), cached, dtype=torch.int32, device="cuda")
+    length = torch.tensor(lengths or [cached] * batch, dtype=torch.int32, device="cuda")
     return lambda: attend_cached(q, q_shared, cache, w_uk, w_uv, SCALE, length)
 
 
@@ -47,7 +49,7 @@ def _expanded_call(batch: int, heads: int, cached: int) -> Callable[[], Tensor]:
 
 
 def decode_cases() -> Iterator[GraphCase]:
-    """A step at each of `DECODE_SHAPES`."""
+    """A step at each of `DECODE_SHAPES`, and of sequences of very different lengths."""
     for batch, heads, cached in DECODE_SHAPES:
         traffic = 2.0 * batch * cached * (LATENT + SHARED)
         expanded = 4.0 * batch * heads * cached * (NOPE + SHARED)
@@ -64,6 +66,17 @@ def decode_cases() -> Iterator[GraphCase]:
             make=make, peer="torch attention on expanded keys and values", bytes=traffic,
             flops=2.0 * batch * heads * cached * (2 * LATENT + SHARED),
         )  # fmt: skip
+    for heads in (12, 48):
+        traffic = 2.0 * sum(RAGGED) * (LATENT + SHARED)
+
+        def ragged(heads: int = heads, size: float = traffic) -> tuple[Calls, Calls]:
+            return [decode_call(len(RAGGED), heads, max(RAGGED), RAGGED) for _ in range(sets(size))], []
+
+        yield GraphCase(
+            name=f"mla_decode_ragged_H{heads}",
+            shape=f"B={len(RAGGED)} H={heads} S={min(RAGGED)}..{max(RAGGED)} latent {LATENT}+{SHARED} bf16",
+            make=ragged, bytes=traffic, flops=2.0 * heads * sum(RAGGED) * (2 * LATENT + SHARED),
+        )  # fmt: skip
 
 
 def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -79,9 +92,9 @@ def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[]
         return run
 
     def peer() -> Tensor:
-        padded = F.pad(v, (0, SHARED)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), padded, is_causal=True, scale=SCALE)
-        return out.transpose(1, 2)[..., :VALUE]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=SCALE).transpose(1, 2)
 
     return timed(lambda: attend(q, k, v, SCALE)), timed(peer)
 
@@ -95,7 +108,7 @@ def training_cases() -> Iterator[Case]:
                 name=f"mla_attend_{name}_T{tokens}_H{heads}",
                 shape=f"T={tokens} H={heads} keys {NOPE + SHARED} values {VALUE}, causal, fp32 output",
                 make=lambda shape=(tokens, heads, backward): _training_pair(*shape),
-                peer="torch scaled_dot_product_attention, bf16 output, padded values",
+                peer="cuDNN attention through torch, bf16 output",
                 flops=flops,
                 dtype=torch.bfloat16,
             )
