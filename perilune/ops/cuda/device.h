@@ -232,6 +232,8 @@ DEVICE void copy_async(void* shared, const void* global, bool there = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0) : "memory");
 }
+// Ask for the 128 bytes around an address to come into the L2 cache.
+DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(global))); }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
 

@@ -382,6 +382,7 @@ inline void multiply_add_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
 }
 inline u32 to_tf32(float x) { return (bits(x) + 0x1000u) & 0xffffe000u; }
 
+inline void prefetch(const void*) {}
 inline void copy_async(void* shared, const void* global, bool there = true) {
     emulator::current->open.push_back({shared, there ? global : nullptr});
 }

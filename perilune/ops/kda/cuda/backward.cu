@@ -50,6 +50,11 @@ KERNEL(THREADS, 1) backward(
             fetch_rows<V>(m.d_o, d_o + (i64)x.start * do_token + (i64)x.head * do_head, do_token, x.count);
             fetch_rows<V>(m.e, E + ((i64)x.start * heads + x.head) * V, (i64)heads * V, x.count);
             fetch_state(m.s, S + (i64)x.program * (V * K));
+            if (threadIdx.x < CHUNK && threadIdx.x < x.count) {  // for `strengths`, which has no room to keep them
+                const bf16* const values = v + (i64)(x.start + threadIdx.x) * v_token + (i64)x.head * v_head;
+                prefetch(values);
+                if (V == 128) prefetch(values + V / 2);
+            }
         }
         copy_commit();
     };
@@ -100,17 +105,15 @@ KERNEL(THREADS, 1) backward(
 
         // Products that need no factors. The last warp has the fewest: it finds the next chunk.
         if (threadIdx.x == THREADS - 32) m.next = chunk_of(program + gridDim.x);
-        Strength strength;
-        ask_strength(
-            strength, threadIdx.x, beta + (i64)start * beta_token + (i64)head * beta_head, beta_token,
-            v + (i64)start * v_token + (i64)head * v_head, v_token, count
-        );
 #pragma unroll 1
         for (int i = here(m).warp; i < BLOCKS * (BLOCKS + 1) / 2; i += WARPS) {
             const int rows = i < 1 ? 0 : i < 3 ? 1 : i < 6 ? 2 : 3;
             pairs(m, rows, i - rows * (rows + 1) / 2, shift, scale);
         }
-        put_strength(m, strength, beta_scale, count);
+        strengths(
+            m, beta + (i64)start * beta_token + (i64)head * beta_head, beta_token, v + (i64)start * v_token + (i64)head * v_head,
+            v_token, beta_scale, count
+        );
         through(m);
         float d_q[4][4] = {}, d_k[4][4] = {}, d_G[4][4];
         through_state(d_q, d_k, m.d_o, m.e, m.s, here(m));

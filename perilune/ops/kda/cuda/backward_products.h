@@ -41,36 +41,30 @@ DEVICE void pairs(Shared& m, int q, int k, float shift, float scale) {
         }
 }
 
-// The part of beta's gradient that needs the values: sum_v E v of each row, by the threads of a row together. They ask for
-// their values, and for beta, before the products that come first. beta and v point at the chunk's first token.
-constexpr int OF_A_ROW = THREADS / CHUNK, VALUES = V / 8 / OF_A_ROW;
-struct Strength {
-    uint4 values[VALUES];
-    beta_type beta;
-};
-DEVICE void ask_strength(Strength& own, int thread, const beta_type* beta, int beta_token, const bf16* v, int v_token, int count) {
-    const int row = thread / OF_A_ROW, first = thread % OF_A_ROW;
-    own = {};
-    if (row >= count) return;
-    own.beta = beta[(i64)row * beta_token];
-#pragma unroll
-    for (int n = 0; n < VALUES; n++) own.values[n] = *(const uint4*)(v + (i64)row * v_token + 8 * (first + OF_A_ROW * n));
-}
-// And what makes a gradient of beta, or of its logit, of beta's gradient times beta.
-DEVICE void put_strength(Shared& m, const Strength& own, float beta_scale, int count) {
-    const int thread = here(m).warp * 32 + here(m).lane, row = thread / OF_A_ROW, first = thread % OF_A_ROW;
+// The part of beta's gradient that needs the values: sum_v E v of each row, by the threads of a row together; and what makes a
+// gradient of beta, or of its logit, of beta times beta's. beta and v point at the chunk's first token.
+DEVICE void strengths(
+    Shared& m, const beta_type* beta, int beta_token, const bf16* v, int v_token, float beta_scale, int count
+) {
+    constexpr int TOGETHER = THREADS / CHUNK, PIECES = V / 8 / TOGETHER;
+    const int thread = m.thread[threadIdx.x], row = thread / TOGETHER, first = thread % TOGETHER;
     float sum = 0.0f;
+    if (row < count) {
+        const bf16* const own = v + (i64)row * v_token + 8 * first;
 #pragma unroll
-    for (int n = 0; n < VALUES; n++) {
-        const uint4 e = *(const uint4*)(m.e + row_at<V>(row, first + OF_A_ROW * n));
-        const u32 x[4] = {own.values[n].x, own.values[n].y, own.values[n].z, own.values[n].w}, y[4] = {e.x, e.y, e.z, e.w};
+        for (int n = 0; n < PIECES; n++) {
+            const uint4 a = *(const uint4*)(own + 8 * TOGETHER * n);
+            const uint4 b = *(const uint4*)(m.e + row_at<V>(row, first + TOGETHER * n));
+            const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-        for (int i = 0; i < 8; i++) sum = fmaf(half_of(x[i >> 1], i & 1), half_of(y[i >> 1], i & 1), sum);
+            for (int i = 0; i < 8; i++) sum = fmaf(half_of(x[i >> 1], i & 1), half_of(y[i >> 1], i & 1), sum);
+        }
     }
 #pragma unroll
-    for (int mask = 1; mask < OF_A_ROW; mask *= 2) sum += shuffle_xor(sum, mask);
+    for (int mask = 1; mask < TOGETHER; mask *= 2) sum += shuffle_xor(sum, mask);
     if (first || row >= count) return;
-    const float x = beta_in(own.beta), strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x)) : x;
+    const float x = beta_in(beta[(i64)row * beta_token]);
+    const float strength = SIGMOID ? beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * x)) : x;
     m.written[row] = sum;
     m.strength[row] = SIGMOID ? 1.0f - strength / beta_scale : 1.0f / (fabsf(strength) < LEAST_BETA ? LEAST_BETA : strength);
 }

@@ -43,7 +43,7 @@ struct Shared {
     float along[2][CHUNK][WIDTH];          // of q dq and k dk
     float q_rstd[CHUNK], k_rstd[CHUNK];    // 1 / |q| and 1 / |k|
     float diagonal[CHUNK];                 // of scale dP
-    float written[CHUNK], strength[CHUNK]; // of beta's gradient: sum_v E v, and the factor of it; see `put_strength`
+    float written[CHUNK], strength[CHUNK]; // of beta's gradient: sum_v E v, and the factor of it; see `strengths`
     float corrected[CHUNK][WIDTH];         // the rest: of k times d_query of a warp's channels
     float rate[WARPS];                     // of e^A_log's gradient
     alignas(16) float dt_bias[2][K];       // of this chunk's head and of the next one's, in turn
