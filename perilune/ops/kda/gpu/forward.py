@@ -165,6 +165,7 @@ def forward(
     state: Tensor | None, s: Setting, exports: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Forward:  # fmt: skip
     """Flattened inputs; `exports`: see `states.Exports`."""
+    state = None if state is None else state.float()  # the kernels read float32; a caller's may be float64
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
     in_cuda = cuda_scan.unsuitable(v, key_dim, operand_dtype(q.dtype), q.dtype) is None
