@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from perilune.sandbox.fleet.fleet import Fleet, FleetSandbox
-from perilune.sandbox.fleet.transfer import HttpPeer, Peer, pull
+from perilune.sandbox.fleet.transfer import HttpPeer, Peer, arrive, pull
 
-__all__ = ["Fleet", "FleetSandbox", "HttpPeer", "Peer", "pull"]
+__all__ = ["Fleet", "FleetSandbox", "HttpPeer", "Peer", "arrive", "pull"]

@@ -123,6 +123,8 @@ class Fleet:
     def resume(self, snapshot: str, *, name: str | None = None) -> FleetSandbox:
         """A new sandbox from a snapshot: where it lies, or, without room there, where what is missing can be fetched to.
 
+        A virtual machine runs there before all of it has come; it is lost if what it touches can then be had from nobody any more.
+
         Raises:
             NoSuchSandbox: no machine that is left has it.
             CapacityError: no machine has room.
@@ -138,7 +140,8 @@ class Fleet:
         for node in roomy:
             with contextlib.suppress(NodeGone, CapacityError):
                 if node not in holders:
-                    self.move(snapshot, node)
+                    peers = [self.nodes[holder] for holder in holders if holder in self.nodes]
+                    value_of(self.ask(node, lambda actor, peers=peers: actor.arrive.remote(snapshot, peers)))
                 return self._made(value_of(self.ask(node, lambda actor: actor.resume.remote(snapshot, name))))
         raise CapacityError(f"no machine of the fleet has room: {'; '.join(reasons) or 'none is left'}")
 

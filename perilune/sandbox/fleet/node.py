@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from perilune.config.parse import from_dict
 from perilune.errors import PeriluneError
 from perilune.sandbox.client import Sandbox
-from perilune.sandbox.fleet.transfer import Peer, pull
+from perilune.sandbox.fleet.transfer import Peer, arrive, pull
 from perilune.sandbox.pool import Pool, PoolLimits
 from perilune.sandbox.protocol import Spec
 from perilune.sandbox.sandboxes import Sandboxes
@@ -137,6 +137,11 @@ class Node:
         """Fetch what this node lacks of a snapshot from other nodes' actors."""
         pulled = pull(self.pool.home.store, snapshot, [ActorPeer(actor) for actor in peers])
         return {"blobs": pulled.blobs, "bytes": pulled.bytes, "refused": pulled.refused}
+
+    @answered
+    def arrive(self, snapshot: str, peers: list[Any]) -> None:
+        """Begin to fetch a snapshot from other nodes' actors; a machine may be resumed from it at once, anything else once it is here."""
+        arrive(self.pool.home.store, snapshot, [ActorPeer(actor) for actor in peers])
 
     @answered
     def delete(self, snapshots: list[str]) -> int:
