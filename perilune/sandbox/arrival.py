@@ -97,9 +97,9 @@ class Arrival:
             self.store.fetch(name, self._batch, self._fetch)
             self.fetched += 1
             self._here.add(name)
-        except SandboxError as error:
-            self._failure = error
-            raise
+        except Exception as error:
+            self._failure = _typed(error)
+            raise self._failure from error
         finally:
             with self._changed:
                 self._coming.discard(name)
@@ -116,8 +116,8 @@ class Arrival:
             for name in names:
                 self.have(name)
             self._batch.publish(self.snapshot)
-        except SandboxError as error:
-            self._failure = error
+        except Exception as error:
+            self._failure = _typed(error)
         finally:
             self._end()
 
@@ -128,3 +128,8 @@ class Arrival:
                 del self._under_way[key]
         self._held.close()
         self._ended.set()
+
+
+def _typed(error: Exception) -> SandboxError:
+    """Whatever went wrong on the way, as what users of a sandbox expect."""
+    return error if isinstance(error, SandboxError) else SandboxError(f"a piece cannot be fetched: {error}")

@@ -121,7 +121,7 @@ class LazyMemory:
         """Around a thread's work: a failure ends the machine; the last thread closes the descriptors."""
         try:
             yield
-        except (SandboxError, OSError) as error:
+        except Exception as error:  # Whatever it is, its machine would wait for good.
             # The machine's end, from outside, is no failure of this.
             if not select.select([self._stop], [], [], 0)[0]:
                 self._failure = (
