@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"ROWS": 16, "COLUMNS": 16, "DEPTH": 16, "GROUP": 2, "SPLIT": 64}.items():
+    for name, size in {
+        "ROWS": 32, "COLUMNS": 16, "SCORED_ROWS": 16, "SCORED_COLUMNS": 16, "DEPTH": 16, "FLUSH": 2, "GROUP": 2, "SPLIT": 64,
+    }.items():  # fmt: skip
         monkeypatch.setattr(kernels, name, size)
     monkeypatch.setattr(router_latent, "LEAST_TOKENS", 0)
 
