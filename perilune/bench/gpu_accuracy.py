@@ -1,8 +1,9 @@
 """How exact chunk_kda is on one GPU in bfloat16, beside fla-core on equal inputs: outputs, states and every gradient.
 
 Both are compared with the token loop in float64 on what bfloat16 made of the inputs. A row has the time of a forward and a
-backward pass as any row, and in its `extra` the relative error of each tensor, ours and the peer's (`peer_error_...`). Errors of
-A_log and dt_bias are relative to the terms that add up to them, which may cancel to almost nothing.
+backward pass as any row, and in its `extra` the relative error of each tensor, ours and the peer's (`peer_error_...`), the root
+mean square over several draws. Errors of A_log and dt_bias are relative to the terms that add up to them, which may cancel to
+almost nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from perilune.bench.harness import Case, Row
 from perilune.ops.kda import recurrent_kda_reference
 
 LENGTH, HEADS, DIM = 1024, 8, gpu_kda.DIM
+DRAWS = 4  # A_log has one number a head, and a head's beta is moved most by its last few tokens
 Inputs = dict[str, Tensor]
 
 
-def random(seed: int = 0) -> Inputs:
+def _random(seed: int) -> Inputs:
     """As a layer passes them, with a state that came before."""
     made = gpu_kda.inputs(1, LENGTH, HEADS, seed)
     generator = torch.Generator(device="cuda").manual_seed(seed + 1)
@@ -31,37 +33,37 @@ def random(seed: int = 0) -> Inputs:
     return made
 
 
-def _open() -> Inputs:
+def _open(seed: int) -> Inputs:
     """Nothing is forgotten."""
-    made = random()
+    made = _random(seed)
     made["g"][:] = -12.0
     return made
 
 
-def _collinear() -> Inputs:
+def _collinear(seed: int) -> Inputs:
     """Nothing is forgotten, keys hardly differ, and each overwrites what the one before wrote."""
-    made = _open()
+    made = _open(seed)
     made["k"] = (made["k"][:, :1].float() + 0.3 * made["k"].float()).bfloat16()
     made["beta"][:] = 8.0
     return made
 
 
-def _one_key() -> Inputs:
-    made = _open()
+def _one_key(seed: int) -> Inputs:
+    made = _open(seed)
     made["k"][:] = made["k"][:, :1].clone()
     made["beta"][:] = 8.0
     return made
 
 
-def _closed() -> Inputs:
+def _closed(seed: int) -> Inputs:
     """Everything is forgotten at once."""
-    made = random()
+    made = _random(seed)
     made["g"][:] = 8.0
     return made
 
 
-KINDS: dict[str, Callable[[], Inputs]] = {
-    "random": random, "open_gate": _open, "collinear_keys": _collinear, "one_key": _one_key, "closed_gate": _closed,
+KINDS: dict[str, Callable[[int], Inputs]] = {
+    "random": _random, "open_gate": _open, "collinear_keys": _collinear, "one_key": _one_key, "closed_gate": _closed,
 }  # fmt: skip
 
 
@@ -87,6 +89,18 @@ def errors(got: Inputs, right: Inputs, inputs: Inputs) -> dict[str, float]:
     return {name: float((got[name].double() - right[name]).norm() / beside[name].norm()) for name in right}
 
 
+def compared(kind: str, *ops: Callable[..., Any]) -> list[dict[str, float]]:
+    """For each of `ops` its errors on inputs of this kind, the root mean square over `DRAWS` draws."""
+    squares: list[dict[str, float]] = [{} for _ in ops]
+    for seed in range(DRAWS):
+        inputs = KINDS[kind](10 * seed)
+        right = truth(inputs)
+        for op, sums in zip(ops, squares, strict=True):
+            for name, error in errors(outcome(op, inputs), right, inputs).items():
+                sums[name] = sums.get(name, 0.0) + error**2 / DRAWS
+    return [{name: total**0.5 for name, total in sums.items()} for sums in squares]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AccuracyCase(Case):
     """A row with errors.
@@ -99,13 +113,10 @@ class AccuracyCase(Case):
 
     def measure(self, device: str, samples: int) -> Row:
         """As `Case.measure`."""
-        row, inputs, other = super().measure(device, samples), KINDS[self.kind](), gpu_kda.peer()
-        right, extra = truth(inputs), {}
-        for prefix, op in (("error", gpu_kda.ours), ("peer_error", other)):
-            if op is not None:
-                found = errors(outcome(op, inputs), right, inputs)
-                extra |= {f"{prefix}_{name}": value for name, value in found.items()}
-        return replace(row, extra=row.extra | extra)
+        row, other = super().measure(device, samples), gpu_kda.peer()
+        found = compared(self.kind, gpu_kda.ours, *([] if other is None else [other]))
+        named = zip(("error", "peer_error"), found)
+        return replace(row, extra=row.extra | {f"{p}_{n}": error for p, each in named for n, error in each.items()})
 
 
 def cases() -> Iterator[AccuracyCase]:
@@ -114,7 +125,7 @@ def cases() -> Iterator[AccuracyCase]:
     for kind in KINDS:
 
         def make(kind: str = kind) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-            inputs = KINDS[kind]()
+            inputs = KINDS[kind](0)
             return partial(outcome, gpu_kda.ours, inputs), None if other is None else partial(outcome, other, inputs)
 
         yield AccuracyCase(

@@ -84,10 +84,10 @@ def channels_backward(
 
     # A pair of rows has to count the same on either side, or every earlier row's decay keeps the difference: by the operands
     # as they were rounded.
-    d_G = q_CK * (scale * d_q) + k_CK * (d_query - d_key)
     G = running + tl.where(is_lower, first[None, :], 0.0)
+    d_G = q_CK * (scale * d_q) + k_CK * (d_query - d_key)
     for level in tl.static_range(6):
-        q_factor, k_factor = level_factors(G, 1 << level, D)
+        q_factor, k_factor = level_factors(G, 1 << level, D)  # pyright: ignore[reportGeneralTypeIssues]
         mask = level_mask(row, column, 1 << level)
         dp_T = tl.where(mask, dp, 0.0).to(T)
         dl_T = tl.where(mask, dl, 0.0).to(T)
