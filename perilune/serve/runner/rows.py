@@ -7,12 +7,20 @@ writes a few numbers a row and, now and then, a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from perilune.model.paged import Mark, PagedRows
 from perilune.serve.cache import Chunk
+
+
+class _Known(NamedTuple):
+    """What a row of the table holds: how many pages of which list, which only grows."""
+
+    pages: Sequence[int]
+    count: int
 
 
 class DecodeRows:
@@ -25,11 +33,9 @@ class DecodeRows:
 
     def __init__(self, page_tokens: int, device: torch.device) -> None:
         self._size, self._device = page_tokens, device
-        self._known: list[
-            tuple[Sequence[int], int]
-        ] = []  # of each row its list of pages, and how many are in the table
+        self._known: list[_Known] = []
         self._table_BP = torch.zeros(0, 0, dtype=torch.int64)
-        self._there = self._table_BP  # the table on the device
+        self._there = self._table_BP  # on the device
 
     def of(self, chunks: Sequence[Chunk]) -> PagedRows:
         """Rows of one token each. The table is overwritten by later calls."""
@@ -49,14 +55,14 @@ class DecodeRows:
         if len(chunks) != len(self._known) or most > self._table_BP.shape[1]:
             width = 1 << (most - 1).bit_length()
             self._table_BP = torch.zeros(len(chunks), width, dtype=torch.int64)
-            self._known = [((), 0)] * len(chunks)
+            self._known = [_Known((), 0)] * len(chunks)
         changed = False
         for row, chunk in enumerate(chunks):
             pages, count = self._known[row]
             if pages is not chunk.pages or count != len(chunk.pages):
                 first = count if pages is chunk.pages else 0
                 self._table_BP[row, first : len(chunk.pages)] = torch.tensor(chunk.pages[first:])
-                self._known[row] = (chunk.pages, len(chunk.pages))
+                self._known[row] = _Known(chunk.pages, len(chunk.pages))
                 changed = True
         if changed:
             self._there = self._table_BP.to(self._device)

@@ -1,8 +1,10 @@
 """How many tokens of long prompts a step may hold while short ones keep coming.
 
 A short prompt that arrives waits for the step under way. What that costs depends on model and machine: on a GPU 64 and
-512 tokens take about as long, on a CPU four times as long. So it is measured: pieces of long prompts are made as long as
-takes about the time of a step with short ones, and the first token of a short prompt is out after two such times.
+512 tokens take about as long, on a CPU the latter take four times as long. So it is measured: a piece of a long prompt is made
+to take about as long as a step with short ones. Such a step holds no piece, or short prompts that arrive during it would
+wait for both; only every fourth one does, so that long prompts go on. The first token of a short prompt is then out after
+two such times or so.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from math import inf
 RECENT = 256  # steps with prompts for which short prompts are expected again after the last one
 WAIT = 3  # steps with short prompts in a row that long ones wait for
 LEAST = 64  # tokens of a piece; shorter ones would take hardly less time
-PATIENCE = (
-    1.25  # times of a short step that a piece may take; with exactly one, a fixed cost would make pieces ever shorter
-)
+# Times of a short step that a piece may take; with exactly one, a fixed cost of every step would make pieces ever shorter.
+PATIENCE = 1.25
 _NEW = 0.2  # weight of a new measurement
 
 
