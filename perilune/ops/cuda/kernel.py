@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,6 +104,7 @@ class Kernel:
     ) -> None:
         self.source, self.entry, self.threads, self.shared_bytes = source, entry, threads, shared_bytes
         self.defines = dict(defines or {})
+        self._pointers = tuple(letter == "P" for letter in parameters)
         self._layout = struct.Struct("@" + parameters)
         self._parameters = driver.Parameters(self._layout.size)
         self._lock = threading.RLock()
@@ -142,7 +144,8 @@ class Kernel:
         assert isinstance(first, Tensor)
         if 0 in grid:
             return
-        values = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in arguments]
+        given = zip(self._pointers, cast("tuple[Any, ...]", arguments), strict=True)
+        values = [x if not pointer else 0 if x is None else x.data_ptr() for pointer, x in given]
         sizes = (*grid, 1, 1)[:3]
         if first.is_cuda:
             index = first.get_device()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,9 @@ THREADS = 256
 BLOCKS = 3  # that share a multiprocessor: limits registers
 KEY_DIMS = (64, 128)
 ALIGNMENT = 16  # bytes of a load
+FARTHEST = 2**25  # bytes between tokens, of which 64 are counted in 32 bits
+_FAR = "the CUDA kernel takes tokens that lie less than 32 MiB apart"
+LOG2E = 1.4426950408889634
 _L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT = 1, 2, 4, 8
 
 
@@ -65,12 +67,14 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str
         return f"the CUDA kernel takes g and beta in bfloat16 or float32, not {_name(g.dtype)} and {_name(beta.dtype)}"
     if q.shape[-1] not in KEY_DIMS:
         return f"the CUDA kernel is written for K of 64 or 128, not {q.shape[-1]}"
-    if any(x.stride(0) * x.element_size() >= 2**25 for x in (q, k, g, beta)):  # 64 of them are counted in 32 bits
-        return "the CUDA kernel takes tokens that lie less than 32 MiB apart"
-    if not all(_aligned(x) for x in (q, k, g)):
-        return (
-            "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
-        )
+    for x in (q, k, g):
+        token, head = (n * x.element_size() for n in x.stride()[:2])
+        if token >= FARTHEST:
+            return _FAR
+        if (x.data_ptr() | token | head) % ALIGNMENT:
+            return "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
+    if beta.stride(0) * beta.element_size() >= FARTHEST:
+        return _FAR
     return kernel(q.shape[-1], g.dtype == torch.float32).unavailable_reason(q.device)
 
 
@@ -87,17 +91,13 @@ def run(
         | _BETA_SIGMOID * s.beta_sigmoid
         | _BETA_FLOAT * (beta.dtype == torch.float32)
     )
+    strides = [x.stride() for x in (q, k, g, beta)]
     kernel(key_dim, g.dtype == torch.float32).launch(
         (chunks.shape[0] * heads,),
         q, k, g, beta, A_log, dt_bias, chunks, *out,
-        s.scale, s.lower_bound, -0.5 * s.lower_bound * math.log2(math.e), s.beta_scale,
-        *(x.stride(1) for x in (q, k, g, beta)), *(x.stride(0) for x in (q, k, g, beta)),
-        heads, heads // q.shape[1], flags,
+        s.scale, s.lower_bound, -0.5 * s.lower_bound * LOG2E, s.beta_scale,
+        *(n[1] for n in strides), *(n[0] for n in strides), heads, heads // q.shape[1], flags,
     )  # fmt: skip
-
-
-def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % ALIGNMENT == 0 and all(n * x.element_size() % ALIGNMENT == 0 for n in x.stride()[:2])
 
 
 def _name(dtype: torch.dtype) -> str:
