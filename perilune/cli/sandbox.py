@@ -190,7 +190,7 @@ def _step(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
 
 
 def _shell(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError("sandbox shell needs a terminal on stdin; use run or resume for scripts")
     from perilune.cli.terminal import relay, window
 

@@ -86,9 +86,10 @@ def _table(listed: dict[str, Any]) -> str:
     if there:
         usage = listed["usage"]
         held = usage["memory"]["pss"] + usage["memory"]["files"]
+        overcommit = f" ({usage['overcommit']:.1f}x)" if held else ""
         lines.append(
             f"memory: {held / 2**20:.0f} MiB held of {usage['allowed_bytes'] / 2**20:.0f} allowed, "
-            f"{usage['promised_bytes'] / 2**20:.0f} promised ({usage['overcommit']:.1f}x); {usage['held']} with a machine, "
+            f"{usage['promised_bytes'] / 2**20:.0f} promised{overcommit}; {usage['held']} with a machine, "
             f"{usage['paused']} paused, {usage['warm']} warm"
         )
     return "\n".join(lines)
@@ -126,15 +127,23 @@ def snapshot(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> i
 
 
 def fork(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int:
-    if flags.count < 1:
-        raise ConfigError(f"-n {flags.count}: at least 1 copy")
+    from perilune.sandbox.client import MOST_FORKS
+
+    if not 1 <= flags.count <= MOST_FORKS:
+        raise ConfigError(f"-n {flags.count}: 1 to {MOST_FORKS} copies at once")
     source = one_name(flags, "fork")
     if flags.url:
         return _fork_there(sandboxes, flags, source)
     snapshot = _saved_state(sandboxes, source)
     prefix = flags.name or (None if source.startswith("snap-") else source)
     names = [None] * flags.count if prefix is None else sandboxes.home.free_names(prefix, flags.count)
-    made = [sandboxes.shelve(snapshot, name=name) for name in names]
+    made: list[Any] = []
+    try:
+        for name in names:
+            made.append(sandboxes.shelve(snapshot, name=name))
+    except BaseException:
+        sandboxes.remove([record.id for record in made])  # All or none.
+        raise
     if flags.json:
         print(
             json.dumps(

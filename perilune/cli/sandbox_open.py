@@ -30,11 +30,11 @@ def spec_of(flags: argparse.Namespace) -> Spec:
     }  # fmt: skip
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     return Spec(
-        template=flags.image or "host",
+        template="host" if flags.image is None else flags.image,
         trees=tuple(flags.tree),
         limits=limits,
-        network=flags.network or "none",
-        changes=flags.changes or "memory",
+        network="none" if flags.network is None else flags.network,
+        changes="memory" if flags.changes is None else flags.changes,
     )
 
 
@@ -55,7 +55,7 @@ def variables(flags: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]
 
 def created(sandboxes: Any, flags: argparse.Namespace) -> Any:
     """A new sandbox as the flags want it."""
-    driver = flags.driver or DRIVER
+    driver = DRIVER if flags.driver is None else flags.driver
     with said_if_slow(f"making a sandbox of driver {driver}; a machine boots once for each image and size of memory, and "
                       "is copied from then on", flags.json):  # fmt: skip
         return sandboxes.create(spec_of(flags), driver=driver, name=flags.name)

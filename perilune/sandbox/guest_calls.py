@@ -14,7 +14,17 @@ from typing import Any
 from perilune.errors import ConfigError
 from perilune.sandbox.drivers.running import Running
 from perilune.sandbox.execution import Execution
-from perilune.sandbox.protocol import Driver, GuestFile, GuestLost, Machine, OnOutput, Process, Result, Spec
+from perilune.sandbox.protocol import (
+    LONGEST_SECONDS,
+    Driver,
+    GuestFile,
+    GuestLost,
+    Machine,
+    OnOutput,
+    Process,
+    Result,
+    Spec,
+)
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -24,6 +34,12 @@ ENVIRONMENT = {
 }
 SHORTEST_SECRET = 8
 """Bytes below which a secret is not looked for in files: it would be found everywhere."""
+
+
+def check_argv(argv: Sequence[str]) -> None:
+    """Raise ConfigError for what names no program."""
+    if not argv or not argv[0] or any("\0" in part for part in argv):
+        raise ConfigError(f"a command needs a program's name, and no NUL in it; given: {list(argv)!r}")
 
 
 class GuestCalls(abc.ABC):
@@ -74,10 +90,11 @@ class GuestCalls(abc.ABC):
             TransitionError: the sandbox is not running.
             GuestLost: the guest has ended.
         """
-        if not argv or any("\0" in part for part in argv):
-            raise ConfigError(f"a command needs a program's name, and no NUL in it; given: {list(argv)!r}")
+        check_argv(argv)
         limits = self.spec.limits
         seconds = limits.exec_seconds if timeout is None else timeout
+        if not 0 < seconds <= LONGEST_SECONDS:
+            raise ConfigError(f"timeout={seconds!r} must be above zero and at most {LONGEST_SECONDS:,} seconds")
         with self._lock:
             machine = self._running("exec")
             try:
@@ -119,6 +136,7 @@ class GuestCalls(abc.ABC):
         Args:
             size: rows and columns of its window; `Process.resize` changes them.
         """
+        check_argv(argv)
         machine = self._running("terminal")
         process = machine.start(argv, self._variables(env, secrets), cwd, terminal=True)
         with contextlib.suppress(OSError):  # It has ended already.

@@ -86,6 +86,8 @@ class Home:
     """
 
     def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+        if max_bytes <= 0:
+            raise ConfigError(f"a store of {max_bytes} bytes holds nothing; give it more")
         self.folder = (folder or default_folder()).resolve()
         try:
             self.records_folder = self.folder / "sandboxes"

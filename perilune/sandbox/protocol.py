@@ -52,6 +52,8 @@ NETWORKS = ("none", "host")
 
 CHANGES = ("memory", "disk")
 """Where changed files are."""
+LONGEST_SECONDS = 1_000_000_000
+"""Of a command."""
 
 
 class TransitionError(SandboxError):
@@ -126,8 +128,15 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"limit {name}={getattr(self, name)!r} must be above zero")
+            value, most = getattr(self, name), _MOST.get(name, 1 << 62)
+            whole = name not in ("cpus", "exec_seconds")
+            if not isinstance(value, int if whole else int | float) or not 0 < value <= most:
+                kind = "a whole number " if whole else ""
+                raise ConfigError(f"limit {name}={value!r} must be {kind}above zero and at most {most:,}")
+
+
+_MOST = {"processes": 1 << 22, "open_files": 1 << 30, "cpus": 1_000_000, "exec_seconds": LONGEST_SECONDS}
+"""What kernels and clocks take; of bytes, 2**62."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +253,10 @@ class Spec:
     changes: str = "memory"
 
     def __post_init__(self) -> None:
+        if not self.template or not all(self.trees):  # A path of nothing would be wherever this process happens to be.
+            raise ConfigError(
+                f"template={self.template!r} and trees={list(self.trees)!r} must not be empty; leave out what is not wanted"
+            )
         if self.changes not in CHANGES:
             raise ConfigError(f"changes={self.changes!r} is not one of {', '.join(CHANGES)}")
         disk, memory = self.limits.disk_bytes, self.limits.memory_bytes

@@ -132,6 +132,13 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli, home, monkeypatch, 
         (("run", "--tree", "/etc", "--", "ls"), 2, b"would show the host's own /etc"),
         (("run", "--network", "some", "--", "ls"), 2, b"none, host"),
         (("run", "--env", "A", "--", "ls"), 2, b"NAME=VALUE"),
+        (("run", "--cpus", "inf", "--", "ls"), 2, b"cpus=inf must be above zero and at most"),
+        (("run", "--processes", "9" * 30, "--", "ls"), 2, b"at most 4,194,304"),
+        (("run", "--timeout", "nan", "--", "ls"), 2, b"exec_seconds=nan must be above zero"),
+        (("run", "--driver", "", "--", "ls"), 2, b"driver '' is not one of"),
+        (("run", "--image", "", "--", "ls"), 2, b"template='' and trees=[] must not be empty"),
+        (("run", "--", ""), 2, b"needs a program's name"),
+        (("fork", "nothing", "-n", "65"), 2, b"1 to 64 copies"),
         (("resume", "nothing", "--", "ls"), 1, b"no sandbox 'nothing'"),
         (("resume", "snap-0123", "--", "ls"), 1, b"no snapshot 'snap-0123'"),
         (("resume", "snap-0123", "--memory", "1G", "--", "ls"), 2, b"--memory is decided when a sandbox is made"),
@@ -145,6 +152,7 @@ def test_doctor_prints_what_is_promised_and_what_is_not(cli, home, monkeypatch, 
 )
 def test_mistakes_are_told(home, monkeypatch, capsys, args, code, words):
     monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+    monkeypatch.setattr(sys, "stdin", None)  # Closed, as a shell does it with <&-.
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["sandbox", *args]) == code

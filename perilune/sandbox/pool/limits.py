@@ -43,7 +43,7 @@ class PoolLimits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # Also for what is no number.
                 raise ConfigError(f"pool limit {name}={getattr(self, name)!r} must not be below zero")
         if self.overcommit < 1 or not self.memory_bytes or not self.sandboxes or not self.tick_seconds:
             raise ConfigError(
