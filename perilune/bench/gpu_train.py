@@ -115,8 +115,8 @@ def cases(peer: str) -> Iterator[TrainCase]:
     if peer == "transformers":
         _require_fla()
     adamw = OptimConfig(name="adamw", lr_adamw=1e-4)
-    tasks = tuple(f"train:{name}" for name in BATCHES) if peer == "transformers" else ()
+    for name, shape in BATCHES.items():  # first what needs no compilation of a peer
+        yield _case(f"{name}_k3_muon", preset(name), shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing")
     for name, shape in BATCHES.items():
-        cfg = preset(name)
-        yield _case(name, kimi_linear_shaped(cfg), shape, adamw, f"{name} in Kimi-Linear's form, AdamW", tasks)
-        yield _case(f"{name}_k3_muon", cfg, shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing")
+        cfg, tasks = kimi_linear_shaped(preset(name)), (f"train:{name}",) if peer == "transformers" else ()
+        yield _case(name, cfg, shape, adamw, f"{name} in Kimi-Linear's form, AdamW", tasks)

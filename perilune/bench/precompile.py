@@ -3,9 +3,10 @@
     python -m perilune.bench.precompile PART/PARTS SECONDS TASK    # one of the processes that `precompile` starts
 
 A library that chooses launch settings by trying them compiles some two hundred kernels before its first result: minutes on
-one core. Here every process makes the peer's calls with its autotuner replaced by one that compiles each PARTS-th
-candidate and launches none; the results stay in Triton's cache on disk, where the process that measures finds them. What
-a process calls with is garbage from the first kernel on, since nothing was computed; only the shapes matter.
+one core. Then it runs each for a tenth of a second: minutes again, so this process is told to be content with a fifth of that.
+Here every process makes the peer's calls with its autotuner replaced by one that compiles each PARTS-th candidate and launches
+none; the results stay in Triton's cache on disk, where the process that measures finds them. What a process calls with is
+garbage from the first kernel on, since nothing was computed; only the shapes matter.
 
 Tasks: `kda:H,H,...` is fla-core's chunk_kda, forward and backward, for these numbers of heads of 128 channels;
 `train:PRESET` a training step of transformers' kimi_linear in the preset's shape.
@@ -21,6 +22,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
     Returns:
         Problems that processes reported, without repetition. A candidate that does not fit the device is none.
     """
+    _try_briefly()
     if seconds < START_SECONDS:
         return []
     parts = max(1, min(PROCESSES, os.cpu_count() or 1))
@@ -64,6 +67,16 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
                     process.wait()
         problems = [line for log in logs for line in log.read_text().splitlines() if line.startswith("precompile: ")]
     return sorted(set(problems))
+
+
+def _try_briefly() -> None:
+    """Triton's autotuner in this process runs a candidate for some 20 ms."""
+    try:
+        from triton.runtime.autotuner import Autotuner
+        from triton.testing import do_bench
+    except ImportError:  # nothing to tune
+        return
+    Autotuner.do_bench = staticmethod(partial(do_bench, warmup=4, rep=16))
 
 
 def _environment() -> dict[str, str]:

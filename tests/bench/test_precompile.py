@@ -54,8 +54,19 @@ def test_nothing_is_begun_after_the_end(tuner) -> None:
     assert not tuner.fn.calls
 
 
+def test_candidates_are_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotuner.Autotuner, "do_bench", autotuner.Autotuner.__dict__["do_bench"])  # put back
+    tried = []
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, **options: tried.append(options) or call())
+    precompile._try_briefly()
+    made = autotuner.Autotuner.__new__(autotuner.Autotuner)
+    assert made.do_bench(lambda: 3.0, quantiles=(0.5,)) == 3.0
+    assert tried == [{"warmup": 4, "rep": 16, "quantiles": (0.5,)}]
+
+
 def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "PROCESSES", 2)
+    monkeypatch.setattr(precompile, "_try_briefly", lambda: None)
     problems = precompile.precompile("nonsense:1", seconds=60)
     assert len(problems) == 1 and "nonsense:1" in problems[0] and "KeyError" in problems[0]
     started = time.monotonic()
