@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 
 import httpx
 import openai
@@ -186,6 +187,33 @@ def test_bias_bounds_and_stops_reach_the_model(tiny):
     assert bounded.usage.completion_tokens == 5, "four other tokens, then the one that ends"
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         tiny.completions.create(model="tiny", prompt="a", logit_bias={"100000": 1})
+
+
+def test_the_async_client_streams_everything_and_may_leave(tiny, scripted):
+    """Its streams hold what whole answers hold; one that is closed early ends its request."""
+    request = {"model": "tiny", "prompt": "one two", "max_tokens": 9, "temperature": 0}
+
+    async def go() -> None:
+        async with openai.AsyncOpenAI(base_url=str(tiny.base_url), api_key="none", max_retries=0) as client:
+            whole = await client.completions.create(**request)
+            stream = await client.completions.create(**request, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+            assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+            assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9
+            stream = await client.completions.create(**request | {"max_tokens": 8000}, stream=True)
+            await anext(stream)
+            await stream.close()
+        async with openai.AsyncOpenAI(base_url=str(scripted.base_url), api_key="none", max_retries=0) as client:
+            async with client.chat.completions.stream(model="tiny", messages=HELLO, temperature=0) as events:
+                assert (await events.get_final_completion()).choices[0].message.content == "It is 4."
+            async with client.responses.stream(model="tiny", input="Hi", temperature=0) as events:
+                await events.until_done()
+                assert (await events.get_final_response()).output_text == "It is 4."
+
+    asyncio.run(go())
+    with httpx.Client(base_url=str(tiny.base_url).removesuffix("/v1/"), timeout=60) as http:
+        while http.get("/ready").json()["active"]:
+            time.sleep(0.02)
 
 
 async def _many(url: str) -> list[str]:

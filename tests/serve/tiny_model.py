@@ -9,6 +9,7 @@ import torch
 from perilune.config.presets import preset
 from perilune.model import Transformer, init_weights
 from perilune.serve.local_engine import LocalEngine
+from perilune.serve.runner.runner import Scores
 from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 
@@ -58,18 +59,17 @@ def talkative_engine(seed: int = 0, *, eagerness: float = 4.0, **options) -> Loc
 
 
 def scripted_engine(script: list[int], **options) -> LocalEngine:
-    """An engine whose every answer is `script`, if the most likely token is drawn."""
+    """An engine whose every answer is `script`, if the most likely token is drawn; its model does not run at all."""
     engine = tiny_engine(**options)
-    run = engine.core.runner.run
 
     def follow(plan, stage):
-        scores = run(plan, stage)
-        for row in plan.rows:
-            if row.sequence.name in scores.logits:
-                logits = torch.zeros_like(scores.logits[row.sequence.name])
-                logits[script[min(row.sequence.drawn, len(script) - 1)]] = 1.0
-                scores.logits[row.sequence.name] = logits
-        return scores
+        logits = {}
+        for row in [*(() if stage else plan.decode), *plan.stages[stage]]:
+            if row.draws:
+                scores = torch.zeros(TOKENIZER.vocab_size, dtype=torch.float64)
+                scores[script[min(row.sequence.drawn, len(script) - 1)]] = 1.0
+                logits[row.sequence.name] = scores
+        return Scores(logits, {})
 
     engine.core.runner.run = follow
     return engine
