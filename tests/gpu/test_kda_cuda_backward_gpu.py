@@ -89,7 +89,7 @@ def test_it_is_this_kernel_that_runs() -> None:
     x = make(1, 64, 1, 1)
     q, k, g, beta, v = (x[n].flatten(0, 1) for n in ("q", "k", "g", "beta", "v"))
     forms = {"gate": 1, "bounded": True, "l2": True, "sigmoid": True}
-    assert backward.unsuitable(q, k, g, beta, x["A_log"], x["dt_bias"], v, **forms) is None
+    assert backward.unsuitable(q, k, v, g, beta, x["A_log"], x["dt_bias"], v, **forms) is None
 
 
 def test_values_taken_as_they_are() -> None:
@@ -104,17 +104,6 @@ def test_values_taken_as_they_are() -> None:
     found = errors_of(mine, truth, inputs)
     print(as_text(found), flush=True)
     assert all(e <= (1.5e-2 if n == "d_beta" else 1e-2) for n, e in found.items()), as_text(found)
-
-
-def test_no_less_accurate_than_fla_core() -> None:
-    """On the same inputs, relative to float64: within 1.05 times the peer's error, tensor by tensor."""
-    fla = pytest.importorskip("fla.ops.kda", reason="fla-core is not installed")
-    inputs = make(1, 1024, 8, 8)
-    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **BOUNDED)
-    mine = errors_of(run(chunk_kda, inputs, **BOUNDED), truth, inputs)
-    peer = errors_of(run(fla.chunk_kda, inputs, **BOUNDED), truth, inputs)
-    print(f"{as_text(mine)}; fla-core: {as_text(peer)}", flush=True)
-    assert all(mine[n] <= 1.05 * peer[n] for n in truth), f"{as_text(mine)}; fla-core: {as_text(peer)}"
 
 
 def test_repeatable_and_every_element_written() -> None:
