@@ -3,7 +3,7 @@
 | trace  | ours                    | peer                        | what is compared |
 | ------ | ----------------------- | --------------------------- | ---------------- |
 | chat, agent, shared, mix | prefix cache on | prefix cache off | time to first token, and the time of a token |
-| burst  | budgets for each class  | one queue for all           | time to first token of short requests; idle beside it |
+| burst  | budgets for each class  | one queue for all           | time to first token of short requests; its 99th percentile beside an idle server's |
 | abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything, always a closed loop |
 
 All of these are our own engine with a part of it switched off: they say what the part is worth, not how other engines do.
@@ -35,6 +35,9 @@ PERCENTILES = (50, 90, 99)
 FIRST_SECONDS = {"short": 1.0, "medium": 4.0, "long": 30.0}
 """Service levels of time to first token; tests of a level are about the share of requests that keep it."""
 EACH_SECONDS = 0.1
+BURST_REQUESTS, BURST_RATE = 160, 5.0
+ABORT_REQUESTS = 96
+AIMS = {"burst_p99_short": 1 / 2, "abort_token_all": 1 / 1.12}  # ratios that rows aim at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,9 @@ def run(
     for name in scenarios:
         given = load
         if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
-            given = replace(load, concurrency=8)
+            given = replace(load, requests=max(load.requests, ABORT_REQUESTS), concurrency=8)
+        if name == "burst" and not load.concurrency:  # a 99th percentile of a few requests says nothing
+            given = replace(load, requests=max(load.requests, BURST_REQUESTS), rate=max(load.rate, BURST_RATE))
         pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
         shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
         had = [
@@ -247,7 +252,7 @@ def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome])
             peer_ms=peer_ms, ratio=None if peer_ms is None else peer_ms / ms, bound_ms=None, device=device_name(device),
             versions=versions(), commit=commit(), ours_spread_ms=(1e3 * min(mine), 1e3 * max(mine)),
             peer_spread_ms=(1e3 * min(theirs), 1e3 * max(theirs)) if theirs else None, samples=len(mine),
-            extra=extra | _percentiles(mine, "") | _percentiles(theirs, "peer_"),
+            extra=extra | _percentiles(mine, "") | _percentiles(theirs, "peer_") | _aim(name, f"{metric}_{kind}"),
         )  # fmt: skip
 
     rows: list[Row | None] = []
@@ -266,7 +271,29 @@ def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome])
         whole |= {"peer_hit_ratio": peer.hit_ratio, "peer_goodput_per_second": peer.goodput(),
                   "peer_tokens_per_second": peer.drawn / peer.seconds}  # fmt: skip
     rows.append(row("token", "all", lambda one: [one.seconds / max(1, one.drawn)], whole))
+    idle = outcomes.get("idle")
+    if idle is not None and peer is not None:
+        rows.append(_p99(name, shape, device, ours, peer, idle))
     return [one for one in rows if one is not None]
+
+
+def _p99(name: str, shape: str, device: str, ours: Outcome, queue: Outcome, idle: Outcome) -> Row | None:
+    """99th percentile of the short requests' time to first token, beside that without the burst."""
+    waits, quiet = _firsts(ours, "short"), _firsts(idle, "short")
+    if not waits or not quiet:
+        return None
+    p99, idle_p99 = (1e3 * float(np.percentile(one, 99)) for one in (waits, quiet))
+    return Row(
+        name=f"serve_{name}_p99_short", shape=shape, ours_ms=p99, peer="no burst", peer_ms=idle_p99, ratio=idle_p99 / p99,
+        bound_ms=None, device=device_name(device), versions=versions(), commit=commit(),
+        ours_spread_ms=(1e3 * min(waits), 1e3 * max(waits)), peer_spread_ms=(1e3 * min(quiet), 1e3 * max(quiet)),
+        samples=len(waits), extra=_percentiles(_firsts(queue, "short"), "one_queue_") | _aim(name, "p99_short"),
+    )  # fmt: skip
+
+
+def _aim(name: str, row: str) -> dict[str, float]:
+    aim = AIMS.get(f"{name}_{row}")
+    return {} if aim is None else {"target_ratio": aim}
 
 
 def _firsts(outcome: Outcome, kind: str) -> list[float]:

@@ -107,13 +107,13 @@ def _shared(write: _Writer, requests: int, rate: float) -> list[Ask]:
 
 
 def _burst(write: _Writer, requests: int, rate: float) -> list[Ask]:
-    """Short questions all the time; after a third of them, a burst of prompts that nearly fill the context."""
+    """Short questions all the time; after each quarter of them, a burst of prompts that nearly fill the context."""
     asks: list[Ask] = []
     at = 0.0
     for number in range(requests):
         at += float(write.rng.exponential(1 / rate))
         asks.append(Ask(write.tokens(write.context / 256), write.reply(8), -1, at))
-        if number == requests // 3:
+        if number in (requests // 4, requests // 2, 3 * requests // 4):
             asks += [Ask(write.tokens(write.context * 0.6), 4, -1, at) for _ in range(3)]
     return asks
 

@@ -40,7 +40,7 @@ def test_the_shared_traces_share_and_the_burst_bursts():
     assert len({ask.new[:500] for ask in make_trace("shared", 50, 4.0, **sizes)}) == 3
     burst = make_trace("burst", 30, 4.0, **sizes)
     long = [ask for ask in burst if kind_of(len(ask.new), 8192) == "long"]
-    assert len(long) == 3 and len({ask.at for ask in long}) == 1
+    assert len(long) == 9 and len({ask.at for ask in long}) == 3
     left = make_trace("chat", 400, 4.0, abort=0.25, **sizes)
     assert 0.15 < sum(ask.cut < 1 for ask in left) / 400 < 0.35
 
@@ -91,6 +91,18 @@ def test_a_run_measures_hits_and_draws_pictures(server, tmp_path, trace, concurr
     pytest.importorskip("matplotlib", reason="the extra report is not installed")
     names = {path.name for path in draw(tmp_path)}
     assert names == {f"serve-{trace}-{part}.png" for part in ("first", "each", "hits", "pages")}
+
+
+def test_the_worst_waits_of_a_burst_stand_beside_an_idle_server():
+    def outcome(first: float) -> bench.Outcome:
+        records = [Record(n, "short", 0.0, tokens=[(first * (n + 1), 1)], status=200) for n in range(101)]
+        return bench.Outcome(records, seconds=1.0)
+
+    rows = bench.rows_of("burst", "s", "cpu", {"budgets": outcome(0.02), "queue": outcome(0.5), "idle": outcome(0.01)})
+    row = next(row for row in rows if row.name == "serve_burst_p99_short")
+    assert row.ours_ms == pytest.approx(2000.0) and row.peer_ms == pytest.approx(1000.0)
+    assert row.ratio == pytest.approx(0.5) == row.extra["target_ratio"]
+    assert row.extra["one_queue_p99_ms"] == pytest.approx(50_000.0)
 
 
 def test_clients_that_leave_are_counted_and_leave_nothing_behind(server):
