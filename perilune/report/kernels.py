@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def draw(rows: Path, folder: Path, prefix: str = "") -> list[Path]:
-    """Draw what a results file has data for; the newest row of each name counts.
+    """Draw what a results file has data for; the newest row of each name counts, for ratios the newest that had a peer.
 
     Args:
         rows: a .jsonl file of benchmark rows.
@@ -38,25 +38,26 @@ def draw(rows: Path, folder: Path, prefix: str = "") -> list[Path]:
     Raises:
         RequestError: matplotlib is missing, or the file does not hold benchmark rows.
     """
-    newest = _newest(rows)
-    pictures: dict[str, Chart | None] = {"roofline.png": roofline(newest)}
-    pictures |= {f"ratio-{name}.png": chart for name, chart in ratios(newest).items()}
+    found = _read(rows)
+    pictures: dict[str, Chart | None] = {"roofline.png": roofline(_newest(found))}
+    compared = _newest([row for row in found if row["ratio"] is not None])
+    pictures |= {f"ratio-{name}.png": chart for name, chart in ratios(compared).items()}
     return [write_png(chart, folder / f"{prefix}{name}") for name, chart in pictures.items() if chart is not None]
 
 
-def _newest(path: Path) -> list[Row]:
-    found: dict[str, Row] = {}
+def _read(path: Path) -> list[Row]:
+    keys = ("name", "shape", "ours_ms", "peer", "ratio", "bound_ms", "extra", "device")
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            found[row["name"]] = {
-                k: row[k] for k in ("name", "ours_ms", "peer", "ratio", "bound_ms", "extra", "device")
-            }
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [{key: row[key] for key in keys} for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
             f"{path} does not hold benchmark rows: {error!r}; give a file of benchmarks/results"
         ) from None
-    return list(found.values())
+
+
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    return list({row["name"]: row for row in rows}.values())
 
 
 def _limit(row: Row) -> str:
@@ -105,8 +106,6 @@ def ratios(rows: Sequence[Row]) -> dict[str, Bars]:
     pictures: dict[str, dict[str, dict[str, float]]] = {}
     peers: dict[str, set[str]] = {}
     for row in rows:
-        if row["ratio"] is None:
-            continue
         family, *words = (word for word in row["name"].split("_") if word not in _SAME)
         sizes = [word for word in words if _SIZE.fullmatch(word)]
         rest = " ".join(word for word in words if word not in sizes)
