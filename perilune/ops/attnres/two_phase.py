@@ -26,7 +26,7 @@ from perilune.ops.norm import rms_norm
 
 MOST_SITES = 32  # that the kernels score at once
 LEAST_BYTES = 4 << 20  # of a block; below, launches count for more than traffic
-MEMORY_SHARE = 1 / 32  # of a device's memory that partial mixes may take
+MEMORY_SHARE = 1 / 64  # of a device's memory that partial mixes may take
 # Shares of copy speed that the kernels reach (H200, T 8192, D 7168): a single read, its backward pass; scores and mixes of
 # phase one, and both passes of its backward.
 SINGLE, SINGLE_BACKWARD, SCORES, MIXES, PUSH = 0.9, 0.8, 0.6, 0.87, 0.7

@@ -127,6 +127,6 @@ def test_reads_share_a_pass_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(two_phase, "LEAST_BYTES", 0)
         assert sites_at_once(bank, queries) == 24
         assert sites_at_once(bank[:1], queries) == 0 and sites_at_once(bank, queries[:1]) == 0
-        monkeypatch.setattr(two_phase, "_memory", lambda device: 32 * 9 * 4096)
+        monkeypatch.setattr(two_phase, "_memory", lambda device: 64 * 9 * 4096)
         assert sites_at_once(bank, queries) == 9
     assert sites_at_once(bank, queries) == 0, "on the CPU each read is one pass over all sources"
