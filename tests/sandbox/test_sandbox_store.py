@@ -95,6 +95,37 @@ def test_a_damaged_blob_is_named(tmp_path, damage, wanted):
     assert len(store.verify()) == 1 and snapshot.id in store.verify()[0] and name in store.verify()[0]
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_snapshot_that_is_deleted_while_the_store_is_verified_is_no_damage(tmp_path, monkeypatch, comes_back):
+    store = Store(tmp_path / "store", sync="none")
+    kept, deleted = publish(store, b"shared", b"kept"), publish(store, b"shared", b"deleted")
+    record, content = store.export(deleted.id), {name: store.read(name) for name in store.needs(deleted)}
+    read, at = Store.read, [0]
+
+    def read_and_delete(self, name):
+        """Before one of the reads somebody deletes the snapshot; after it, it may be fetched again."""
+        at[0] -= 1
+        now = at[0] == 0
+        if now:
+            Store(tmp_path / "store", sync="none").delete([deleted.id])
+        try:
+            return read(self, name)
+        finally:
+            if now and comes_back:
+                Store(tmp_path / "store", sync="none").import_snapshot(record, content.__getitem__)
+
+    monkeypatch.setattr(Store, "read", read_and_delete)
+    for moment in range(1, 8):
+        if not store.snapshot_path(deleted.id).exists():
+            store.import_snapshot(record, content.__getitem__)
+        at[0] = moment
+        assert store.verify() == [], f"deleted before read {moment}"
+        at[0] = 0
+    assert kept.id in store.snapshots()
+    store.blob_path(layer.digest(b"kept")).unlink()
+    assert len(store.verify()) == 1, "real damage is still told"
+
+
 @given(cut=st.integers(0, 2000), flip=st.integers(0, 2000))
 def test_no_damaged_record_or_layer_is_taken_for_whole(tmp_path_factory, cut, flip):
     store = Store(tmp_path_factory.mktemp("store"), sync="none")
