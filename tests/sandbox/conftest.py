@@ -5,14 +5,19 @@ A file is run with every driver, or with those that its `TESTED_DRIVERS` names w
 
 from __future__ import annotations
 
+import io
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from perilune.cli.main import main
 from perilune.sandbox import Limits, Probe, Sandbox, Sandboxes, Spec
 from perilune.sandbox.drivers import DRIVERS
 
@@ -111,3 +116,26 @@ def python_box(sandboxes: Sandboxes, driver: str, spec: Spec) -> Sandbox:
 def python(driver: str) -> str:
     """The interpreter as a guest of `python_box` finds it."""
     return "python3" if driver == "qemu" else f"{Path(sys.base_prefix).resolve()}/bin/python3"
+
+
+@pytest.fixture
+def command(home: Path, monkeypatch, capfdbinary) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """`perilune sandbox` in this process, which is started by then: arguments, its input and its environment; gives what a shell sees."""
+    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
+
+    def call(*args: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+        before = signal.getsignal(signal.SIGTERM)
+        with tempfile.TemporaryFile() as given, monkeypatch.context() as patch:
+            given.write(stdin)
+            given.seek(0)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(given))
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            try:
+                code = main(["sandbox", *args])
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        out, err = capfdbinary.readouterr()
+        return subprocess.CompletedProcess(args, code, out, err)
+
+    return call

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("driver")
 
 @pytest.fixture
 def cli(home: Path):
-    def call(
-        *args: str, stdin: bytes | None = b"", env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[bytes]:
+    """In a process of its own, as a shell starts it; `command` does the same in this one."""
+
+    def call(*args: str, stdin: bytes | None = b"") -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
             [sys.executable, "-m", "perilune", "sandbox", *args], input=stdin, capture_output=True, timeout=120,
-            env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home), **(env or {})},
+            env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
         )  # fmt: skip
 
     return call
@@ -46,46 +46,46 @@ def test_run_passes_streams_input_and_exit_code(cli):
     assert (done.stdout, done.stderr, done.returncode) == (b"IN\xffPUT", b"err\n", 9)
 
 
-def test_run_says_why_it_ended_a_program(cli):
-    late = cli("run", "--timeout", "0.2", "--", "sleep", "100")
+def test_run_says_why_it_ended_a_program(command):
+    late = command("run", "--timeout", "0.2", "--", "sleep", "100")
     assert (late.returncode, late.stdout, late.stderr) == (124, b"", b"perilune: killed: its time was over\n")
-    assert cli("run", "--", "no-such-program").returncode == 127
+    assert command("run", "--", "no-such-program").returncode == 127
 
 
-def test_run_json_is_one_object_with_what_the_driver_promises(cli):
-    done = cli("run", "--json", "--", "sh", "-c", "printf '\\377'; echo err >&2; exit 3")
+def test_run_json_is_one_object_with_what_the_driver_promises(command):
+    done = command("run", "--json", "--", "sh", "-c", "printf '\\377'; echo err >&2; exit 3")
     result = told(done)
     assert (result["code"], result["stderr"], result["stdout_base64"], result["driver"]) == (3, "err\n", "/w==", "proc")
     assert done.returncode == 3 and done.stderr == b"" and not result["kept"]
     assert {"name", "held", "how"} == set(result["guarantees"][0])
 
 
-def test_kept_sandboxes_go_on_fork_and_end(cli, home):
-    kept = cli("run", "--name", "job", "--", "sh", "-c", "echo 1 > /workspace/n")
+def test_kept_sandboxes_go_on_fork_and_end(command, home):
+    kept = command("run", "--name", "job", "--", "sh", "-c", "echo 1 > /workspace/n")
     assert (kept.returncode, kept.stdout, kept.stderr) == (0, b"", b"kept: job\n")
-    assert cli("resume", "job", "--", "sh", "-c", "echo 2 >> /workspace/n; cat /workspace/n").stdout == b"1\n2\n"
-    snapshot = cli("snapshot", "job").stdout.decode().strip()
-    assert cli("fork", "job", "-n", "2").stdout == b"job-1\njob-2\n"
-    assert cli("resume", "job-1", "--", "sh", "-c", "echo fork > /workspace/n").returncode == 0
-    assert cli("resume", "job-2", "--", "cat", "/workspace/n").stdout == b"1\n2\n"
-    listed = told(cli("ps", "--json"))
+    assert command("resume", "job", "--", "sh", "-c", "echo 2 >> /workspace/n; cat /workspace/n").stdout == b"1\n2\n"
+    snapshot = command("snapshot", "job").stdout.decode().strip()
+    assert command("fork", "job", "-n", "2").stdout == b"job-1\njob-2\n"
+    assert command("resume", "job-1", "--", "sh", "-c", "echo fork > /workspace/n").returncode == 0
+    assert command("resume", "job-2", "--", "cat", "/workspace/n").stdout == b"1\n2\n"
+    listed = told(command("ps", "--json"))
     assert {entry["name"]: entry["state"] for entry in listed["sandboxes"]} == dict.fromkeys(
         ("job", "job-1", "job-2"), "paused"
     )
     assert len(listed["snapshots"]) == 4, "one a sandbox and the one of its own: those before were replaced"
-    table = cli("ps").stdout.decode()
+    table = command("ps").stdout.decode()
     assert "job-2" in table and snapshot in table
-    assert cli("rm", "job", "job-1", "job-2").returncode == 0
-    assert cli("resume", snapshot, "--", "cat", "/workspace/n").stdout == b"1\n2\n"
-    removed = told(cli("rm", snapshot, "--json"))
+    assert command("rm", "job", "job-1", "job-2").returncode == 0
+    assert command("resume", snapshot, "--", "cat", "/workspace/n").stdout == b"1\n2\n"
+    removed = told(command("rm", snapshot, "--json"))
     assert removed["removed"] == [snapshot] and removed["freed_bytes"] > 0
-    left = told(cli("ps", "--json"))
+    left = told(command("ps", "--json"))
     assert (left["sandboxes"], left["snapshots"], left["store_bytes"]) == ([], [], 0)
 
 
-def test_a_secret_comes_from_the_environment_and_is_not_kept(cli):
+def test_a_secret_comes_from_the_environment_and_is_not_kept(command):
     secret = {"API_KEY": "sk-very-secret-value"}
-    used = cli(
+    used = command(
         "run",
         "--secret",
         "API_KEY",
@@ -98,23 +98,25 @@ def test_a_secret_comes_from_the_environment_and_is_not_kept(cli):
         env=secret,
     )
     assert used.stdout == b"21\n" and used.returncode == 0
-    assert cli("resume", "a", "--", "sh", "-c", "echo -$API_KEY-").stdout == b"--\n"
-    leak = cli("resume", "a", "--secret", "API_KEY", "--", "sh", "-c", "echo $API_KEY > /workspace/leak", env=secret)
+    assert command("resume", "a", "--", "sh", "-c", "echo -$API_KEY-").stdout == b"--\n"
+    leak = command(
+        "resume", "a", "--secret", "API_KEY", "--", "sh", "-c", "echo $API_KEY > /workspace/leak", env=secret
+    )
     assert leak.returncode == 1 and b"/workspace/leak holds the secret API_KEY" in leak.stderr
-    assert cli("resume", "a", "--", "ls", "/workspace").stdout == b"saved\n", "what was kept before is still kept"
-    missing = cli("run", "--secret", "NOT_SET", "--", "true")
+    assert command("resume", "a", "--", "ls", "/workspace").stdout == b"saved\n", "what was kept before is still kept"
+    missing = command("run", "--secret", "NOT_SET", "--", "true")
     assert missing.returncode == 2 and b"NOT_SET" in missing.stderr
 
 
-def test_doctor_prints_what_is_promised_and_what_is_not(cli, home, monkeypatch, capsys):
-    # Machines are in the other form; once is enough for what takes long.
+def test_doctor_prints_what_is_promised_and_what_is_not(command, monkeypatch):
+    # The page's commands have it look at all of them.
     monkeypatch.setattr(drivers, "DRIVERS", {name: drivers.DRIVERS[name] for name in ("proc", "firecracker")})
-    monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
-    assert main(["sandbox", "doctor"]) == 0
-    text = capsys.readouterr().out
+    done = command("doctor")
+    text = done.stdout.decode()
+    assert done.returncode == 0
     assert "proc: works: ran programs" in text and "\nfirecracker: " in text and "no problems" in text
     assert any(line.split()[:2] == ["no", "guest"] for line in text.splitlines())
-    report = told(cli("doctor", "--json"))
+    report = told(command("doctor", "--json"))
     assert report["drivers"][0]["passed"] and report["store"]["problems"] == []
     assert report["drivers"][0]["capabilities"]["snapshot"] == "files"
 
@@ -167,7 +169,7 @@ def test_help_goes_to_stdout(cli):
     assert done.returncode == 0 and done.stdout.startswith(b"usage: perilune sandbox") and done.stderr == b""
 
 
-def test_an_image_folder_and_a_tree(cli, tmp_path):
+def test_an_image_folder_and_a_tree(command, tmp_path):
     image, tree = tmp_path / "image", tmp_path / "tree,with:odd name"
     for name in ("usr", "bin", "sbin", "lib", "lib64"):
         if Path("/", name).is_symlink():
@@ -178,14 +180,14 @@ def test_an_image_folder_and_a_tree(cli, tmp_path):
     tree.mkdir()
     (tree / "data").write_text("tree\n")
     script = f"cat /etc/motd '{tree}/data'; echo x > '{tree}/data'; echo y > /etc/motd; ls /etc"
-    done = cli(
+    done = command(
         "run", "--image", str(image), "--tree", "/usr", "--tree", str(tree), "--", "/usr/bin/env", "sh", "-c", script
     )
     assert (done.stdout, done.stderr) == (b"image\ntree\nmotd\n", b"")
     assert (tree / "data").read_text() == "tree\n" and (image / "etc/motd").read_text() == "image\n"
 
 
-def test_a_stopped_run_leaves_nothing(cli, home):
+def test_a_stopped_run_leaves_nothing(command, home):
     process = subprocess.Popen(
         [sys.executable, "-m", "perilune", "sandbox", "run", "--", "sh", "-c", "echo up; sleep 1000"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
@@ -193,7 +195,7 @@ def test_a_stopped_run_leaves_nothing(cli, home):
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert told(cli("ps", "--json"))["sandboxes"] == []
+    assert told(command("ps", "--json"))["sandboxes"] == []
 
 
 def test_a_killed_run_is_listed_as_lost_and_removed_on_demand(cli, home):
@@ -262,28 +264,30 @@ def test_a_machine_that_refuses_namespaces_is_told_which_call_it_was(home):
     script = (
         "import os, sys\nfrom perilune.sandbox.guest import linux\nuid, gid = os.getuid(), os.getgid()\nlinux.unshare(linux.CLONE_NEWUSER)\n"
         "open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\nopen('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+        "from perilune.sandbox import drivers\ndrivers.DRIVERS = {'proc': drivers.DRIVERS['proc']}\n"
         "from perilune.cli.main import main\nsys.exit(main(['sandbox', *sys.argv[1:]]))"
     )
-    # Another driver may work all the same, and one is enough for doctor.
-    for args, codes in ((["run", "--", "true"], (1,)), (["doctor"], (0, 1))):
+    for args in (["run", "--", "true"], ["doctor"]):
         done = subprocess.run(
             [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
             env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
         )  # fmt: skip
-        assert done.returncode in codes and "unshare(0x10000000)" in done.stdout + done.stderr, done
+        assert done.returncode == 1 and "unshare(0x10000000)" in done.stdout + done.stderr, done
         assert "Traceback" not in done.stderr
 
 
-def test_steps_of_a_trajectory_go_on_only_where_everything_fits(cli, tmp_path):
+def test_steps_of_a_trajectory_go_on_only_where_everything_fits(command, tmp_path):
     def versions(**changes) -> str:
         path = tmp_path / "versions.json"
         path.write_text(json.dumps({"weights": "w7", "template": "t1", "prefix": [], "tokens": [1, 2], **changes}))
         return str(path)
 
-    first = cli("step", "task", "--versions", versions(), "--", "sh", "-c", "echo 1 > /workspace/n; echo said; exit 3")
+    first = command(
+        "step", "task", "--versions", versions(), "--", "sh", "-c", "echo 1 > /workspace/n; echo said; exit 3"
+    )
     assert (first.returncode, first.stdout) == (3, b"said\n") and first.stderr.startswith(b"task: step 0, snap-")
     second = told(
-        cli(
+        command(
             "step",
             "task",
             "--json",
@@ -305,13 +309,13 @@ def test_steps_of_a_trajectory_go_on_only_where_everything_fits(cli, tmp_path):
         ({"prefix": [1, 2]}, "token_prefix_hash"),
     ):
         given = versions(**{"prefix": [1, 2, 3], **changes})
-        refused = cli("step", "task", "--versions", given, "--", "touch", "/workspace/never")
+        refused = command("step", "task", "--versions", given, "--", "touch", "/workspace/never")
         assert refused.returncode == 1 and f"{field} differs".encode() in refused.stderr and refused.stdout == b"", (
             field
         )
-    listed = cli("step", "task", "--versions", versions(prefix=[1, 2, 3], tokens=[9]), "--", "ls", "/workspace")
+    listed = command("step", "task", "--versions", versions(prefix=[1, 2, 3], tokens=[9]), "--", "ls", "/workspace")
     assert listed.stdout == b"n\n"
     bad = tmp_path / "bad.json"
     bad.write_text('{"weight": 1}')
-    assert b"unknown keys ['weight']" in cli("step", "task", "--versions", str(bad), "--", "true").stderr
-    assert told(cli("ps", "--json"))["sandboxes"] == []
+    assert b"unknown keys ['weight']" in command("step", "task", "--versions", str(bad), "--", "true").stderr
+    assert told(command("ps", "--json"))["sandboxes"] == []

@@ -28,7 +28,7 @@ def service(driver, home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen
     def start(*args: str) -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "perilune", "sandbox", "serve", "--port", "0", "--json", "--sync", "none", *args],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home), "PERILUNE_SANDBOX_KEY": KEY},
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home), "PERILUNE_SANDBOX_KEY": KEY},
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
@@ -43,14 +43,18 @@ def service(driver, home: Path) -> Iterator[Callable[..., tuple[subprocess.Popen
     Home(home).reap()  # What killed services leave is the next owner's to clear away.
 
 
-def cli(url: str, *args: str, key: str = KEY, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, "PERILUNE_SANDBOX_URL": url, "PERILUNE_SANDBOX_KEY": key, "TOKEN": "long-enough-secret"}
-    return subprocess.run(
-        [sys.executable, "-m", "perilune", "sandbox", *args], input=stdin, capture_output=True, timeout=120, env=env
-    )
+@pytest.fixture
+def cli(command, monkeypatch):
+    """A command that speaks to the service at a URL."""
+    monkeypatch.setenv("TOKEN", "long-enough-secret")
+
+    def call(url: str, *args: str, key: str = KEY, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        return command(*args, stdin=stdin, env={"PERILUNE_SANDBOX_URL": url, "PERILUNE_SANDBOX_KEY": key})
+
+    return call
 
 
-def test_commands_against_a_service_that_is_killed_and_started_again(service, driver):
+def test_commands_against_a_service_that_is_killed_and_started_again(service, driver, cli):
     process, url = service()
     done = cli(url, "run", "--driver", driver, "--", "sh", "-c", "cat; echo err >&2; exit 9", stdin=b"in\xffput")
     assert (done.stdout, done.stderr, done.returncode) == (b"in\xffput", b"err\n", 9)
@@ -84,7 +88,7 @@ def test_commands_against_a_service_that_is_killed_and_started_again(service, dr
     assert json.loads(cli(url, "doctor", "--json").stdout)["drivers"]
 
 
-def test_a_service_that_is_stopped_leaves_its_sandboxes_for_the_next(service, driver):
+def test_a_service_that_is_stopped_leaves_its_sandboxes_for_the_next(service, driver, cli):
     process, url = service("--idle", "0")
     cli(url, "run", "--driver", driver, "--name", "job", "--", "sh", "-c", "echo 1 > /workspace/n")
     process.send_signal(signal.SIGTERM)
@@ -94,7 +98,7 @@ def test_a_service_that_is_stopped_leaves_its_sandboxes_for_the_next(service, dr
     assert cli(url, "resume", "job", "--", "cat", "/workspace/n").stdout == b"1\n"
 
 
-def test_secrets_reach_a_command_and_no_snapshot(service, driver):
+def test_secrets_reach_a_command_and_no_snapshot(service, driver, cli):
     _, url = service()
     write = ["--secret", "TOKEN", "--", "sh", "-c", "echo $TOKEN > /workspace/t; test $TOKEN = long-enough-secret"]
     assert cli(url, "run", "--driver", driver, "--name", "job", *write).returncode == 0
