@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from perilune.errors import RequestError
 from perilune.explain.chart import Bars, Chart, LineChart, Series
 from perilune.report.image import write_png
@@ -74,9 +76,9 @@ def roofline(rows: Sequence[Row]) -> LineChart | None:
     if not known:
         return None
     bounds = [row["bound_ms"] for row in known]
-    ends = [0.7 * min(bounds), 1.4 * max(bounds)]
-    series = [Series(name="the bound itself", x=ends, y=ends, color=3, faint=False)]
-    series.append(Series(name="twice the bound", x=ends, y=[2 * x for x in ends], style="dash", color=3))
+    line = np.geomspace(0.7 * min(bounds), 1.4 * max(bounds), 64)
+    series = [Series(name="the bound itself", x=line, y=line, color=3)]
+    series.append(Series(name="twice the bound", x=line, y=2 * line, style="dash", color=3))
     for color, limit in enumerate(("copy", "matrix product", "")):
         chosen = [row for row in known if _limit(row) == limit]
         if chosen:
