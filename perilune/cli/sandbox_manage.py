@@ -236,7 +236,7 @@ def doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
             print(_probe_text(probe), flush=True)
 
     if flags.url:
-        with said_if_slow("the service looks at its drivers", flags.json):
+        with said_if_slow("the service looks at its drivers"):
             theirs = sandboxes.probes()
         for probe in theirs:
             found(probe)
@@ -248,7 +248,7 @@ def doctor(sandboxes: Any, flags: argparse.Namespace, program: list[str]) -> int
             if build is not None:
                 build(force=True)
         for name in DRIVERS:
-            with said_if_slow(f"looking at driver {name}; a machine boots once", flags.json):
+            with said_if_slow(f"looking at driver {name}; a machine boots once"):
                 probe = sandboxes.probe(name)
             found(probe)
         problems = sandboxes.home.store.verify()

@@ -57,16 +57,16 @@ def created(sandboxes: Any, flags: argparse.Namespace) -> Any:
     """A new sandbox as the flags want it."""
     driver = DRIVER if flags.driver is None else flags.driver
     with said_if_slow(f"making a sandbox of driver {driver}; a machine boots once for each image and size of memory, and "
-                      "is copied from then on", flags.json):  # fmt: skip
+                      "is copied from then on"):  # fmt: skip
         return sandboxes.create(spec_of(flags), driver=driver, name=flags.name)
 
 
 @contextlib.contextmanager
-def said_if_slow(text: str, quiet: bool) -> Iterator[None]:
-    """Tell on stderr what is waited for, if it takes longer than a moment."""
+def said_if_slow(text: str) -> Iterator[None]:
+    """Tell somebody who waits at a terminal for what, if it takes longer than a moment; a script's stderr stays the program's."""
     timer = threading.Timer(SLOW_SECONDS, lambda: print(f"perilune: {text} …", file=sys.stderr, flush=True))
     timer.daemon = True
-    if not quiet:
+    if sys.stderr is not None and sys.stderr.isatty():
         timer.start()
     try:
         yield

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 ENDING_SECONDS = 0.3
 """How long a container may take to end after the first of its processes was killed."""
 STARTING_SECONDS = 5.0
+"""How long an engine may take to start a command after it has said that it does."""
 MOST_LOOKS = 20
+"""For what a command has started, until all of it stands still; an engine's limit of processes bounds it in any case."""
 
 
 class DockerProcess:
