@@ -41,7 +41,7 @@ class AsyncSandboxes:
 
     def __init__(
         self,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         *,
         sync: str = "batch",
         max_bytes: int = 64 << 30,

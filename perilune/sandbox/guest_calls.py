@@ -37,9 +37,17 @@ SHORTEST_SECRET = 8
 
 
 def check_argv(argv: Sequence[str]) -> None:
-    """Raise ConfigError for what names no program."""
+    """Raise ConfigError for what names no program, or is one string instead of several."""
+    if isinstance(argv, str):
+        raise ConfigError(f"a command is a list of words: ['sh', '-c', {argv!r}], not the one string {argv!r}")
     if not argv or not argv[0] or any("\0" in part for part in argv):
         raise ConfigError(f"a command needs a program's name, and no NUL in it; given: {list(argv)!r}")
+
+
+def check_bytes(what: str, data: bytes) -> None:
+    """Raise ConfigError for text where bytes are needed: only its writer knows the encoding."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ConfigError(f"{what} must be bytes, not {type(data).__name__}; text becomes bytes by .encode()")
 
 
 class GuestCalls(abc.ABC):
@@ -91,6 +99,8 @@ class GuestCalls(abc.ABC):
             GuestLost: the guest has ended.
         """
         check_argv(argv)
+        if not isinstance(stdin, int):
+            check_bytes("stdin", stdin)
         limits = self.spec.limits
         seconds = limits.exec_seconds if timeout is None else timeout
         if not 0 < seconds <= LONGEST_SECONDS:
@@ -146,6 +156,10 @@ class GuestCalls(abc.ABC):
     def _variables(self, env: Mapping[str, str] | None, secrets: Mapping[str, str] | None) -> dict[str, str]:
         """A command's environment; its secrets are noted, so that no checkpoint saves them."""
         for name, value in [*(env or {}).items(), *(secrets or {}).items()]:
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(
+                    f"variable {name!r} must be text with a text as its value, not {type(value).__name__}"
+                )
             if not name or "=" in name or "\0" in name + value:
                 raise ConfigError(f"variable {name!r} must have a name without '=', and no NUL in name or value")
         for name, value in (secrets or {}).items():
@@ -168,6 +182,7 @@ class GuestCalls(abc.ABC):
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file of the guest whole, its folders with it. Raises GuestFileError."""
+        check_bytes("a file's content", data)
         self._file("write", data, path=path, mode=mode)
 
     def list(self, path: str) -> list[GuestFile]:

@@ -85,10 +85,10 @@ class Home:
         sync, max_bytes: of the store.
     """
 
-    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+    def __init__(self, folder: str | Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
         if max_bytes <= 0:
             raise ConfigError(f"a store of {max_bytes} bytes holds nothing; give it more")
-        self.folder = (folder or default_folder()).resolve()
+        self.folder = (default_folder() if folder is None else Path(folder)).resolve()
         try:
             self.records_folder = self.folder / "sandboxes"
             self.trajectories_folder = self.folder / "trajectories"

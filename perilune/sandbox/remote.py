@@ -19,6 +19,7 @@ from typing import Any
 from perilune.config.parse import from_dict, to_dict
 from perilune.errors import ConfigError, PeriluneError
 from perilune.sandbox.connection import Connection
+from perilune.sandbox.guest_calls import check_argv, check_bytes
 from perilune.sandbox.protocol import (
     Capabilities,
     DriverUnavailable,
@@ -180,6 +181,9 @@ class RemoteSandbox:
         cwd: str = "/workspace",
     ) -> RemoteExecution:
         """See `Sandbox.start`."""
+        check_argv(argv)
+        if not isinstance(stdin, int):
+            check_bytes("stdin", stdin)
         return RemoteExecution(self, self._header(argv, timeout, env, secrets, cwd), stdin)
 
     def _header(
@@ -208,6 +212,7 @@ class RemoteSandbox:
         size: tuple[int, int] = (24, 80),
     ) -> RemoteTerminal:
         """See `Sandbox.terminal`."""
+        check_argv(argv)
         header = self._header(argv, None, env, secrets, cwd) | {"terminal": True, "rows": size[0], "columns": size[1]}
         return RemoteTerminal(self, header)
 
@@ -222,6 +227,7 @@ class RemoteSandbox:
 
     def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Sandbox.write_file`."""
+        check_bytes("a file's content", data)
         self.connection.request("PUT", self._path("/files"), data, {"path": path, "mode": f"{mode:o}"})
 
     def list(self, path: str) -> list[GuestFile]:

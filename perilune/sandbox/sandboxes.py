@@ -36,7 +36,7 @@ class Sandboxes:
         max_bytes: most bytes of stored blobs.
     """
 
-    def __init__(self, folder: Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
+    def __init__(self, folder: str | Path | None = None, *, sync: str = "batch", max_bytes: int = 64 << 30) -> None:
         self.home = Home(folder, sync=sync, max_bytes=max_bytes)
         self._drivers: dict[str, Driver] = {}
         self._probes: dict[str, Probe] = {}

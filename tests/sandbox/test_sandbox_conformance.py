@@ -264,6 +264,21 @@ def test_a_file_system_without_attributes_is_noticed(tmp_path):
         assert rooting._keeps_attributes(str(tmp_path)) and seen == []
 
 
+def test_text_where_words_or_bytes_are_needed_is_refused_with_what_to_write(shared_box):
+    with pytest.raises(ConfigError, match=r"\['sh', '-c', 'ls /'\]"):
+        shared_box.exec("ls /")
+    for call in (
+        lambda: shared_box.exec(["cat"], stdin="text"), lambda: shared_box.write_file("/workspace/a", "text"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="must be bytes, not str"):
+            call()
+    with pytest.raises(ConfigError, match="not int"):
+        shared_box.exec(["env"], env={"A": 1})
+    for timeout in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="above zero and at most"):
+            shared_box.exec(["true"], timeout=timeout)
+
+
 def test_variables_that_cannot_be_are_refused(shared_box):
     for variables in ({"A=B": "1"}, {"": "1"}, {"A": "\0"}):
         with pytest.raises(ConfigError, match="without '='"):

@@ -46,7 +46,7 @@ class Fleet:
     """
 
     def __init__(
-        self, folder: Path | None = None, *, address: str | None = None, limits: PoolLimits | None = None, copies: int = 1,
+        self, folder: str | Path | None = None, *, address: str | None = None, limits: PoolLimits | None = None, copies: int = 1,
         sync: str = "batch",
     ) -> None:  # fmt: skip
         self._began = actors.begin(address)
@@ -57,7 +57,7 @@ class Fleet:
             raise ConfigError(f"copies={copies} must be 1 to {most}, the machines of this cluster")
         changed = {} if limits is None else asdict(limits)
         try:
-            self.nodes = actors.start_nodes(folder or default_folder(), changed, sync)
+            self.nodes = actors.start_nodes(default_folder() if folder is None else Path(folder), changed, sync)
         except BaseException:
             self.close()
             raise
