@@ -88,6 +88,7 @@ class Soak:
 
     def _start(self) -> Server:
         self.memory.append([])
+        self.counts = None  # of the engine, in its last quiet moment
         return Server(self.folder)
 
     def live(self, seconds: float, ending: str) -> None:
@@ -187,7 +188,8 @@ class Soak:
         words = server.last_words()
         told = "an injected fault of the engine" in words
         assert ending == "engine busy" if told else "Traceback" not in words, words
-        counts = self.counts
+        if (counts := self.counts) is None:
+            return
         self.seen["failed steps"] += counts["failed_steps_total"]
         self.seen["preempted"] += counts["preempted_total"]
         self.seen["tokens drawn"] += counts["generated_tokens_total"]
