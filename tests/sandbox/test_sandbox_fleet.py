@@ -210,6 +210,13 @@ def test_a_fleet(fleet, cluster, driver, tmp_path):
         assert next_one.open(back.id).read_file("/workspace/a") == b"kept"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_a_cluster_that_is_not_there_is_told_at_once(address, tmp_path):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    with pytest.raises(ConfigError, match=f"no Ray cluster at address='{address}'.*ray start --head"):
+        Fleet(tmp_path, address=address)
+
+
 def test_a_fleet_without_ray_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install perilune\[ray\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,31 @@ def start_nodes(folder: Path, limits: dict[str, Any], sync: str) -> dict[str, An
 
 
 def begin(address: str | None) -> bool:
-    """Connect to a cluster, or start one of this machine alone; True if this did it."""
+    """Connect to a cluster, or start one of this machine alone; True if this did it.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
     package = ray()
     if package.is_initialized():
         return False
     # Children of a driver would report usage otherwise.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    package.init(
-        address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False, configure_logging=False
-    )
+    try:
+        _answers(address)
+        package.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False, configure_logging=False
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at address={address!r}: {str(error).splitlines()[0] if str(error) else error!r}; begin one "
+            "with ray start --head, or leave the address out for one of this machine alone"
+        ) from None
     return True
+
+
+def _answers(address: str | None) -> None:
+    """Raise OSError where nobody listens: Ray itself would look for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
