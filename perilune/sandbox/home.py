@@ -196,7 +196,7 @@ class Home:
                     os.fsync(file.fileno())
             os.replace(temporary, self.records_folder / f"{record.id}.json")
             if lasting:
-                _sync_folder(self.records_folder)
+                sync_folder(self.records_folder)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise SandboxError(
@@ -321,7 +321,8 @@ class Home:
         return removed
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Have the disk know which files a folder has."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -21,6 +21,7 @@ from typing import Any
 
 from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.client import Sandbox
+from perilune.sandbox.home import sync_folder
 from perilune.sandbox.protocol import Mismatch, StoreDamaged
 from perilune.sandbox.sandboxes import Sandboxes
 
@@ -268,8 +269,4 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_folder(path.parent)
