@@ -65,26 +65,32 @@ scan(
         leave(to, (i64)heads * value_dim, rows(n), out, staged, p);
     };
 
+    const u8* half = unit.count > 0 ? ring.take() : memory;
 #pragma unroll 1
     for (int n = 0; n < unit.count; n++) {
         u32 s[K / 16][4], u[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-        find_writes(u, s, ring.take(), p, true, [&] {
+        const auto before = [&] {
             if (n > 0) leave_outputs(n - 1);
             if (KEEP) leave_state(S + (tile(n) * value_dim + column) * K, s, staged, p);
+        };
+        const u8* second;
+        find_writes(u, s, half, p, true, before, [&] {
+            second = ring.following().take();
+            decay(state, second, p.lane);
         });
         ring.give(p.lane);
 
-        const u8* const half = ring.take();
+        half = second;
         float d[32];
-        decay(state, half, p.lane);
         products_begin();
         times_rows(state, u, half, true);
         times_wide(d, s, half + OTHER_AT * BLOCK);
         times_square(d, u, half + OTHER_SQUARE_AT * BLOCK, true);
         products_commit();
         if (KEEP) leave(U + tile(n) * CHUNK * value_dim + column + 64 * p.group, value_dim, CHUNK, u, staged, p);
+        if (n + 1 < unit.count) half = ring.following().take();
         products_wait<0>();
         held(state);
         held(d);

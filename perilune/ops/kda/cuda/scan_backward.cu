@@ -63,12 +63,12 @@ scan_backward(
     else
         clear(state);
 
+    const u8* half = unit.count > 0 ? ring.take() : memory;
 #pragma unroll 1
     for (int n = unit.count - 1; n >= 0; n--) {
         u32 s[K / 16][4], o[4][4], u[4][4], e[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-        const u8* half = ring.take();
         float d[32];
 #pragma unroll
         for (int i = 0; i < 4; i++) read_values(o[i], half, p, i);
@@ -77,6 +77,7 @@ scan_backward(
         times_rows(d, o, half + SQUARE_AT * BLOCK, true);
         products_commit();
         if (!SUMMARY) leave_state(dS + (tile(n) * value_dim + column) * K, s, staged, p);
+        half = ring.following().take();
         products_wait<0>();
         held(s);
         held(o);
@@ -85,11 +86,11 @@ scan_backward(
 #pragma unroll
         for (int i = 0; i < 4; i++) round_to(u[i], d, i);
 
-        half = ring.take();
-        decay(state, half, p.lane);
         products_begin();
         times_rows(d, u, half + OTHER_SQUARE_AT * BLOCK, false);
         products_commit();
+        decay(state, half, p.lane);
+        products_begin();
         times_rows(state, o, half, true);
         products_commit();
         products_wait<1>();
@@ -110,6 +111,7 @@ scan_backward(
             bf16* const to = E + ((unit.token + CHUNK * n) * heads + head) * value_dim + column + 64 * p.group;
             leave(to, (i64)heads * value_dim, rows(n), e, staged, p);
         }
+        if (n > 0) half = ring.following().take();
         products_wait<0>();
         held(state);
         held(o);

@@ -66,6 +66,11 @@ struct Ring {
         if (lane == 0) phase_arrive(emptied());
         next();
     }
+    __device__ __forceinline__ Ring following() const {
+        Ring r = *this;
+        r.next();
+        return r;
+    }
     // Fetching: the next place, once everybody is done with what it held; and that what was asked for belongs there.
     __device__ __forceinline__ u8* place() const {
         phase_wait(emptied(), turn ^ 1);
@@ -161,30 +166,33 @@ DEVICE void read_values(u32 (&v)[4], const u8* slot, const Place& p, int s) {
 DEVICE float2 beta_of(const u8* slot, int first, int lane) { return *(const float2*)(slot + BETA + 4 * first + 8 * (lane & 3)); }
 
 // U^T = (V^T - S^T Kd^T) diag(beta) A^T, rounded, `slot` being a first half. `work` is done while the first product is under way. VALUES
-// false: V = 0.
-template <class Work>
-DEVICE void find_writes(u32 (&u)[4][4], u32 (&s)[K / 16][4], const u8* slot, const Place& p, bool values, Work work) {
+// false: V = 0. `then` is done while the second product is under way.
+template <class Work, class Then>
+DEVICE void find_writes(u32 (&u)[4][4], u32 (&s)[K / 16][4], const u8* slot, const Place& p, bool values, Work work, Then then) {
     float d[32];
     products_begin();
     times_wide(d, s, slot);
     products_commit();
     work();
+    u32 v[4][4] = {};
+    if (values)
+#pragma unroll
+        for (int n = 0; n < 4; n++) read_values(v[n], slot, p, n);
     products_wait<0>();
     held(s);
     u32 r[4][4];
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        u32 v[4] = {0, 0, 0, 0};
-        if (values) read_values(v, slot, p, n);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float2 b = beta_of(slot, 16 * n + 8 * (e >> 1), p.lane);
-            r[n][e] = pack(b.x * (low_half(v[e]) - d[8 * n + 2 * e]), b.y * (high_half(v[e]) - d[8 * n + 2 * e + 1]));
+            r[n][e] = pack(b.x * (low_half(v[n][e]) - d[8 * n + 2 * e]), b.y * (high_half(v[n][e]) - d[8 * n + 2 * e + 1]));
         }
     }
     products_begin();
     times_square(d, r, slot + SQUARE_AT * BLOCK, false);
     products_commit();
+    then();
     products_wait<0>();
     held(r);
 #pragma unroll

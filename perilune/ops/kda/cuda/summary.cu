@@ -55,19 +55,24 @@ summary(
         clear(state);
     }
 
+    const u8* half = ring.take();
 #pragma unroll 1
     for (int n = 0; n < unit.count; n++) {
         u32 s[K / 16][4], u[4][4];
 #pragma unroll
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
-        find_writes(u, s, ring.take(), p, values, [] {});
+        const u8* second;
+        find_writes(u, s, half, p, values, [] {}, [&] {
+            second = ring.following().take();
+            decay(state, second, p.lane);
+        });
         ring.give(p.lane);
 
-        const u8* const half = ring.take();
-        decay(state, half, p.lane);
+        half = second;
         products_begin();
         times_rows(state, u, half, true);
         products_commit();
+        if (n + 1 < unit.count) half = ring.following().take();
         products_wait<0>();
         held(state);
         held(u);
