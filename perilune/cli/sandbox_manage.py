@@ -70,13 +70,14 @@ def _table(listed: dict[str, Any]) -> str:
         lines.append(
             f"{record['name']:<24}{record['driver']:<13}{record['state']:<10}{_age(record['created']):>7}{held:>11}  {record['snapshot'] or ''}"
         )
-    lines.append(f"\n{'SNAPSHOT':<24}{'OF':<18}{'HOLDS':<9}{'ENTRIES':>8}{'BYTES':>15}{'AGE':>7}")
+    names = {record["id"]: record["name"] for record in listed["sandboxes"]}
+    lines.append(f"\n{'SNAPSHOT':<24}{'OF':<24}{'HOLDS':<9}{'ENTRIES':>8}{'BYTES':>15}{'AGE':>7}")
     for entry in listed["snapshots"]:
         if "damaged" in entry:
             lines.append(f"{entry['id']:<24}{entry['damaged']}")
         else:
             lines.append(
-                f"{entry['id']:<24}{entry['sandbox']:<18}{entry['contains']:<9}{entry['entries']:>8}{entry['bytes']:>15,}{_age(entry['created']):>7}"
+                f"{entry['id']:<24}{names.get(entry['sandbox'], entry['sandbox']):<24}{entry['contains']:<9}{entry['entries']:>8}{entry['bytes']:>15,}{_age(entry['created']):>7}"
             )
     if listed.get("trajectories"):
         lines.append(f"\n{'TRAJECTORY':<24}{'STEPS':>5}  NEWEST")
