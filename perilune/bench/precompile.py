@@ -22,7 +22,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,16 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
 
     Args:
         tasks: see above.
-        seconds: after which the processes end, wherever they are; a later call goes on.
+        seconds: after which the processes end, wherever they are; a later call goes on. What was finished before is not
+            begun again.
 
     Returns:
         Problems that processes reported, without repetition. A candidate that does not fit the device is none.
     """
     _try_briefly()
-    if seconds < START_SECONDS:
+    done = [_stamp(task) for task in tasks]
+    tasks = tuple(task for task, stamp in zip(tasks, done, strict=True) if not stamp.exists())
+    if seconds < START_SECONDS or not tasks:
         return []
     parts = max(1, min(PROCESSES, os.cpu_count() or 1))
     limit = min(seconds, LONGEST)
@@ -66,7 +71,21 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
                     process.kill()
                     process.wait()
         problems = [line for log in logs for line in log.read_text().splitlines() if line.startswith("precompile: ")]
+    if not problems and all(process.returncode == 0 for process in running):
+        for stamp in done:
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.touch()
     return sorted(set(problems))
+
+
+def _stamp(task: str) -> Path:
+    """A file that says that all of this task's kernels are in Triton's cache, for these versions."""
+    names = [task.replace(":", "-")]
+    for package in ("torch", "triton", "fla-core", "transformers"):
+        with suppress(PackageNotFoundError):
+            names.append(version(package))
+    cache = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"
+    return Path(cache) / "compiled-ahead" / "-".join(names)
 
 
 def _try_briefly() -> None:
@@ -87,23 +106,31 @@ def _environment() -> dict[str, str]:
     return os.environ | kept | {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def compile_only(part: int, parts: int, end: float) -> None:
-    """From now on Triton's autotuner compiles candidates part, part + parts, ... and launches nothing."""
+def compile_only(part: int, parts: int, end: float) -> list[str]:
+    """From now on Triton's autotuner compiles candidates part, part + parts, ... and launches nothing.
+
+    Returns:
+        The kernels for which time did not suffice, as they come.
+    """
     from triton.runtime.autotuner import Autotuner
+
+    left: list[str] = []
 
     def run(self: Autotuner, *args: object, **kwargs: object) -> None:
         self.nargs = dict(zip(self.arg_names, args))
         try:
-            first = (
-                part + zlib.crc32(self.base_fn.__name__.encode())
-            ) % parts  # few candidates: not all on the same ones
+            # Turned by the kernel's name: where there are few candidates, not always the same processes have them.
+            first = (part + zlib.crc32(self.base_fn.__name__.encode())) % parts
             for config in self.prune_configs(kwargs)[first::parts]:
-                if time.monotonic() < end:
+                if time.monotonic() >= end:
+                    left.append(self.base_fn.__name__)
+                else:
                     _compile(self, args, kwargs | config.all_kwargs() | {"warmup": True})
         finally:
             self.nargs = None
 
     Autotuner.run = run
+    return left
 
 
 def _compile(tuner: Any, args: tuple, kwargs: dict) -> None:
@@ -141,17 +168,18 @@ def _train(name: str) -> None:
 TASKS: dict[str, Callable[[str], None]] = {"kda": _kda, "train": _train}
 
 
-def main(part: str, seconds: str, *tasks: str) -> None:
-    """Run the tasks as one of the processes."""
+def main(part: str, seconds: str, *tasks: str) -> int:
+    """Run the tasks as one of the processes. Exit code: 1 if time did not suffice."""
     number, parts = map(int, part.split("/"))
-    compile_only(number, parts, time.monotonic() + float(seconds) - 2)
+    left = compile_only(number, parts, time.monotonic() + float(seconds) - 2)
     for task in tasks:
         name, _, argument = task.partition(":")
         try:
             TASKS[name](argument)
         except Exception as error:  # whatever garbage leads to; what is compiled by then counts
             _report(f"{task}: {type(error).__name__}: {str(error)[:200]}".replace("\n", " "))
+    return int(bool(left))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

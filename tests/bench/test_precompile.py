@@ -49,9 +49,9 @@ def test_candidates_are_shared_out_and_none_is_launched(tuner, capsys: pytest.Ca
 
 
 def test_nothing_is_begun_after_the_end(tuner) -> None:
-    precompile.compile_only(0, 1, time.monotonic() - 1)
+    left = precompile.compile_only(0, 1, time.monotonic() - 1)
     tuner.run("a tensor", grid=(1,), warmup=False)  # as Triton calls it
-    assert not tuner.fn.calls
+    assert not tuner.fn.calls and len(left) == len(tuner.configs)
 
 
 def test_candidates_are_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +73,36 @@ def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pyt
     assert precompile.precompile("nonsense:1", seconds=1) == [] and time.monotonic() - started < 1
     monkeypatch.setattr(precompile, "START_SECONDS", 0)
     assert precompile.precompile("nonsense:1", seconds=0.05) == [] and time.monotonic() - started < 60
+
+
+def test_a_task_that_was_finished_is_not_begun_again(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precompile, "_try_briefly", lambda: None)
+    begun: list[list[str]] = []
+
+    class Process:
+        returncode: int | None = 0
+
+        def __init__(self, command: list[str], **options: object) -> None:
+            begun.append(command[5:])
+
+        def wait(self, timeout: float | None = None) -> None:
+            pass
+
+        def poll(self) -> int | None:
+            return self.returncode
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(precompile.subprocess, "Popen", Process)
+    monkeypatch.setattr(precompile, "PROCESSES", 1)
+    Process.returncode = 1
+    precompile.precompile("kda:8")
+    Process.returncode = 0
+    precompile.precompile("kda:8", "kda:9")
+    precompile.precompile("kda:8", "kda:10")
+    assert begun == [["kda:8"], ["kda:8", "kda:9"], ["kda:10"]]
 
 
 def test_a_suite_compiles_each_task_once_and_not_for_rows_that_are_known(monkeypatch, tmp_path) -> None:

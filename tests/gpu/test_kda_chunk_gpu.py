@@ -25,9 +25,10 @@ from perilune.ops.kda.gpu import forward
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 LOW = ("q", "k", "v", "g", "beta")
-# A_log and dt_bias get sums over all rows, to which a chunk's rounded states give all its rows the same error.
-LIMITS = {"o": 4.3e-3, "d_g": 1e-2, "d_beta": 1.5e-2, "d_A_log": 6e-2, "d_dt_bias": 6e-2}  # every other gradient: 6e-3
-OPEN_LIMITS = LIMITS | {"d_g": 2e-2}  # where nothing is forgotten
+# A_log and dt_bias get sums over all rows, to which a chunk's rounded states give all its rows the same error: fla-core's are
+# off by up to 0.2 of what adds up where nothing is forgotten.
+SUMS = 1.5e-1
+LIMITS = {"o": 4.3e-3, "d_g": 2e-2, "d_beta": 1.5e-2, "d_A_log": SUMS, "d_dt_bias": SUMS}  # every other gradient: 6e-3
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +131,7 @@ def test_gradients_of_any_size_keep_their_precision(size: float, logit: float) -
     inputs["g"][:] = logit
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, size=size, **BOUNDED)
     errors = errors_of(run(chunk_kda, inputs, size=size, **BOUNDED), truth, inputs)
-    assert all(error <= OPEN_LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
+    assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
 
 
 def test_gradients_with_two_value_heads_a_key_head() -> None:
@@ -170,7 +171,7 @@ def test_t05_every_width_with_and_without_segments(width: int, segment: int, mon
     monkeypatch.setattr(forward, "fastest", lambda *_: (segment, width))
     inputs = make(1, 1100, 1, 1)
     inputs["g"] -= 8  # or nothing would pass from one segment to the next
-    check(inputs, OPEN_LIMITS | {"o": 6e-3}, **BOUNDED)
+    check(inputs, LIMITS | {"o": 6e-3}, **BOUNDED)
 
 
 def test_t01_later_tokens_do_not_move_earlier_ones() -> None:
@@ -207,7 +208,7 @@ def test_t50_states_beyond_the_range_of_float16() -> None:
     inputs["v"] *= 1e5
     inputs["g"] -= 12.0
     inputs["initial_state"] *= 1e5
-    check(inputs, OPEN_LIMITS, **BOUNDED)
+    check(inputs, LIMITS, **BOUNDED)
 
 
 def test_repeatable_and_every_element_written() -> None:

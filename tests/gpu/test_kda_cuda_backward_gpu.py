@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
 
-from test_kda_chunk_gpu import BOUNDED, as_text, errors_of, make, run
+from test_kda_chunk_gpu import BOUNDED, SUMS, as_text, errors_of, make, run
 
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference
@@ -80,7 +80,7 @@ def both_errors(
 def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, triton = both_errors(*case(**CASES[name]), monkeypatch)
     print(f"{name}: {as_text(mine)}; Triton: {as_text(triton)}", flush=True)
-    sums = 6e-2 if "open gate" in name else 1e-2  # nothing is forgotten: the states' roundings are in every term alike
+    sums = SUMS if "open gate" in name else 1e-2  # nothing is forgotten: the states' roundings are in every term alike
     limits = {"d_A_log": sums, "d_dt_bias": sums, "d_v": 1.5e-2, "d_beta": 1.5e-2}
     assert all(error <= limits.get(n, 1e-2) for n, error in mine.items()), as_text(mine)
 
@@ -125,4 +125,5 @@ def test_many_chunks_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_the_kernel(monkeypatch):
         other = run(chunk_kda, inputs, **BOUNDED)
     found = errors_of(mine, {n: x.double() for n, x in other.items()}, inputs)
-    assert all(e <= 2e-2 for e in found.values()), as_text(found)
+    sums = ("d_A_log", "d_dt_bias")  # the Triton form's are less exact
+    assert all(e <= (6e-2 if n in sums else 2e-2) for n, e in found.items()), as_text(found)
