@@ -270,6 +270,7 @@ def forward(bank: Sequence[Tensor], score_weights_SD: Tensor, eps: float) -> tup
     _scores_kernel[(blocks(rows, TOKENS), count)](
         views, strides, weights, scores, rstds, rows, sites, eps, D=width, BT=TOKENS, BD=PIECE, BS=weights.shape[1],
         PARTS=len(weights), ALIGNED=aligned(views, strides, width), PRECISION="interpreted" if interpreted() else "tf32x3",
+        num_warps=8, num_stages=4,
     )  # fmt: skip
     _shares_kernel[(blocks(rows * sites, 256),)](scores, shares, logs, rows, sites, N=count, BLOCK=256)
     _mixes_kernel[(rows, blocks(width, CHANNELS))](

@@ -3,8 +3,8 @@
 Queries do not depend on activations, so all read sites that see the same finished blocks can score and sum these blocks
 at once: `phase_one` returns for each site the softmax mix of the blocks and the logarithm of its denominator, and
 `read_rest` adds the one source that differs from site to site, the running sum. The result is algebraically that of
-`read` over bank and live source. The bank is then read once instead of once a site, which pays off beyond about three
-blocks; its gradient, too, is written once instead of once a site.
+`read` over bank and live source. The bank is then read once instead of once a site, which pays off from three
+blocks; its gradient, too, is written once instead of once a site, which pays off from two.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MOST_SITES = 32  # that the kernels score at once
 LEAST_BYTES = 4 << 20  # of a block; below, launches count for more than traffic
 MEMORY_SHARE = 1 / 64  # of a device's memory that partial mixes may take
 # Shares of copy speed that the kernels reach (H200, T 8192, D 7168): a single read, its backward pass; scores and mixes of
-# phase one, and both passes of its backward.
-SINGLE, SINGLE_BACKWARD, SCORES, MIXES, PUSH = 0.9, 0.8, 0.6, 0.87, 0.7
+# phase one, and its backward pass.
+SINGLE, SINGLE_BACKWARD, SCORES, MIXES, SUMMED_BACKWARD = 0.9, 0.8, 0.8, 0.87, 0.65
 
 
 class PartialMix(NamedTuple):
@@ -91,7 +91,7 @@ def _cost(blocks: int, sites: int, gradients: bool) -> float:
     """The same of both phases, for all sites."""
     cost = blocks / SCORES + (blocks + sites) / MIXES + 5 * sites / SINGLE
     if gradients:
-        cost += (3 * blocks + 2 * sites) / PUSH + 7 * sites / SINGLE_BACKWARD
+        cost += (3 * blocks + 2 * sites) / SUMMED_BACKWARD + 7 * sites / SINGLE_BACKWARD
     return cost
 
 

@@ -13,6 +13,9 @@
 #include "ring.h"
 
 constexpr int M = SOURCES;
+// Whether a thread keeps its part of both weights. With a norm that spills a few registers; of many sources, loading the
+// weights again for each token takes less time than that.
+constexpr bool KEEP = !HAS_NORM || M <= 4 || VECTORS == 1;
 constexpr float LOG2E = 1.4426950408889634f;
 
 
@@ -26,8 +29,9 @@ KERNEL(THREADS, BLOCKS) backward(
     float* const scratch = (float*)(memory + RING * VECTORS * THREADS * 16);  // [2][WARPS][M], then [2][WARPS][2]
     float* const norm_scratch = scratch + 2 * WARPS * M;
     const i64 step = gridDim.x;
-    float c[NUMBERS], dc[NUMBERS], dw[NUMBERS];
-    if (!HAS_NORM) load_floats(c, score_weight);
+    float c[NUMBERS], w[NUMBERS], dc[NUMBERS], dw[NUMBERS];
+    if (KEEP) load_floats(c, score_weight);
+    if (KEEP && HAS_NORM) load_floats(w, norm_weight);
 #pragma unroll
     for (int e = 0; e < NUMBERS; e++) dc[e] = dw[e] = 0.0f;
 
@@ -57,8 +61,7 @@ KERNEL(THREADS, BLOCKS) backward(
         ring.read(dmix, 0);
         refill(0, row);
         if (HAS_NORM) {
-            float w[NUMBERS];  // this and c are loaded again for each token: there are no registers to keep them
-            load_floats(w, norm_weight);
+            if (!KEEP) load_floats(w, norm_weight);
             float mix[NUMBERS], sums[2] = {0.0f, 0.0f};
 #pragma unroll
             for (int j = 0; j < M; j++) {
@@ -90,7 +93,7 @@ KERNEL(THREADS, BLOCKS) backward(
 #pragma unroll
             for (int e = 0; e < NUMBERS; e++) pull[j] = fmaf(dmix[e], v[e], pull[j]);
         }
-        if (HAS_NORM) load_floats(c, score_weight);
+        if (!KEEP) load_floats(c, score_weight);
         const float along = block_sums<M>(pull, scratch + parity * WARPS * M, lane, mine);
         const float slope = weight * (along - warp_total(lane < M ? weight * along : 0.0f));  // gradient of this lane's score
         if (GIVEN && thread == 0) dgiven[row] = slope;
