@@ -53,10 +53,10 @@ def _listed(sandboxes: Any, flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trajectories(home: Any) -> list[dict[str, Any]]:
-    from perilune.sandbox.removal import steps
+    from perilune.sandbox.removal import steps, trajectories
 
     found = []
-    for name in home.trajectories():
+    for name in trajectories(home):
         made = steps(home, name)
         found.append({"name": name, "steps": len(made), "snapshot": list(made.values())[-1] if made else None})
     return found

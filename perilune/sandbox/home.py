@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -281,16 +280,6 @@ class Home:
             raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}; end that process first")
         self._sweep({record.id})
         self.forget(record)
-
-    def trajectories(self) -> list[str]:
-        """Names of the trajectories that have a folder here."""
-        with contextlib.suppress(FileNotFoundError):
-            return sorted(path.name for path in self.trajectories_folder.iterdir() if path.is_dir())
-        return []
-
-    def remove_trajectory(self, name: str) -> None:
-        """Remove what a trajectory knows of its steps; its snapshots stay."""
-        shutil.rmtree(self.trajectories_folder / name)
 
     def _sweep(self, ids: set[str]) -> None:
         cgroup.sweep(ids)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,25 +16,41 @@ if TYPE_CHECKING:
     from perilune.sandbox.sandboxes import Sandboxes
 
 
-def check_unneeded(home: Home, snapshots: Sequence[str], removed: Sequence[str] = ()) -> None:
-    """Raise SandboxError where a snapshot is the only state of a paused sandbox, or of a trajectory's step.
+def needed(home: Home, removed: Sequence[str] = ()) -> dict[str, str]:
+    """Snapshots that a paused sandbox or a trajectory's step cannot do without -> what to do about it.
 
     Args:
-        removed: ids of sandboxes and names of trajectories that go together with the snapshots.
+        removed: ids of sandboxes and names of trajectories that shall not count.
     """
+    found = {}
     for record in home.records():
-        if record.state == State.PAUSED.value and record.snapshot in snapshots and record.id not in removed:
-            raise SandboxError(
-                f"snapshot {record.snapshot} is all that there is of the paused sandbox {record.name}; remove that one "
-                f"(perilune sandbox rm {record.name}), which frees its snapshot, too"
+        if record.state == State.PAUSED.value and record.snapshot is not None and record.id not in removed:
+            found[record.snapshot] = (
+                f"is all that there is of the paused sandbox {record.name}; remove that one (perilune sandbox rm {record.name}), "
+                "which frees its snapshot, too"
             )
-    for name in home.trajectories():
-        for step, snapshot in steps(home, name).items():
-            if snapshot in snapshots and name not in removed:
-                raise SandboxError(
-                    f"snapshot {snapshot} belongs to {step} of trajectory {name}; remove the trajectory "
-                    f"(perilune sandbox rm {name}), or its old steps (TrajectoryLog.prune)"
-                )
+    for name in trajectories(home):
+        for step, snapshot in steps(home, name).items() if name not in removed else ():
+            found[snapshot] = (
+                f"belongs to {step} of trajectory {name}; remove the trajectory (perilune sandbox rm {name}), or its old steps "
+                "(TrajectoryLog.prune)"
+            )
+    return found
+
+
+def check_unneeded(home: Home, snapshots: Sequence[str], removed: Sequence[str] = ()) -> None:
+    """Raise SandboxError for a snapshot that is `needed`."""
+    kept = needed(home, removed)
+    for name in snapshots:
+        if name in kept:
+            raise SandboxError(f"snapshot {name} {kept[name]}")
+
+
+def trajectories(home: Home) -> list[str]:
+    """Names of the trajectories that have a folder in `home`."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(path.name for path in home.trajectories_folder.iterdir() if path.is_dir())
+    return []
 
 
 def steps(home: Home, trajectory: str) -> dict[str, str]:
@@ -59,22 +77,24 @@ def remove(sandboxes: Sandboxes, names: Sequence[str]) -> int:
         if not store.snapshot_path(name).exists():
             raise NoSuchSandbox(f"there is no snapshot {name!r} in {store.root}")
     records: dict[str, Record] = {}
-    trajectories = []
+    logs = []
     for name in names:
         if name.startswith("snap-"):
             continue
-        if name in home.trajectories() and not any(name in (one.name, one.id) for one in home.records()):
-            trajectories.append(name)
+        if name in trajectories(home) and not any(name in (one.name, one.id) for one in home.records()):
+            logs.append(name)
             continue
         record = home.find(name)
         if home.is_live(record.id):
             raise SandboxError(f"sandbox {record.name} is in use by process {record.pid}; end that process first")
         records[record.id] = record
-    check_unneeded(home, snapshots, [*records, *trajectories])
+    check_unneeded(home, snapshots, [*records, *logs])
     for record in records.values():
         home.remove(record.id)
-    for name in trajectories:
-        snapshots += steps(home, name).values()
-        home.remove_trajectory(name)
-    snapshots += [record.snapshot for record in records.values() if record.snapshot is not None]
-    return store.delete([name for name in dict.fromkeys(snapshots) if store.snapshot_path(name).exists()])
+    theirs = [record.snapshot for record in records.values() if record.snapshot is not None]
+    for name in logs:
+        theirs += steps(home, name).values()
+        shutil.rmtree(home.trajectories_folder / name)
+    kept = needed(home)
+    gone = dict.fromkeys((*snapshots, *(name for name in theirs if name not in kept)))
+    return store.delete([name for name in gone if store.snapshot_path(name).exists()])

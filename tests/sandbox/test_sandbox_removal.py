@@ -12,7 +12,7 @@ from perilune.sandbox import Limits, RemoteSandboxes, Sandbox, Sandboxes, Spec, 
 from perilune.sandbox.manifest import Versions
 from perilune.sandbox.pool import Pool, PoolLimits
 from perilune.sandbox.protocol import NoSuchSandbox, StoreDamaged
-from perilune.sandbox.removal import steps
+from perilune.sandbox.removal import steps, trajectories
 
 TESTED_DRIVERS = ("proc",)
 SPEC = Spec(limits=Limits(memory_bytes=96 << 20, disk_bytes=16 << 20))
@@ -55,9 +55,23 @@ def test_a_snapshot_that_is_all_there_is_of_something_is_not_removed(sandboxes, 
     assert list(made) == ["step-000000", "step-000001"]
     with pytest.raises(SandboxError, match="belongs to step-000001 of trajectory task"):
         sandboxes.remove([made["step-000001"]])
-    assert sandboxes.home.trajectories() == ["task"]
+    assert trajectories(sandboxes.home) == ["task"]
     assert sandboxes.remove([box.snapshot, "a", "task"]) > 0
-    assert sandboxes.home.trajectories() == [] == sandboxes.home.store.snapshots()
+    assert trajectories(sandboxes.home) == [] == sandboxes.home.store.snapshots()
+
+
+def test_a_snapshot_that_two_need_goes_with_the_last_of_them(sandboxes, driver):
+    log = TrajectoryLog(sandboxes, "task")
+    box = sandboxes.create(SPEC, driver=driver, name="a")
+    box.write_file("/workspace/n", b"1")
+    shared = log.record(box, {"n": 0}, [0], VERSIONS).environment
+    box.revert()
+    box.release()
+    assert box.snapshot == shared
+    sandboxes.remove(["task"])
+    assert sandboxes.home.store.snapshots() == [shared], "the sandbox still lives by it"
+    sandboxes.remove(["a"])
+    assert sandboxes.home.store.snapshots() == []
 
 
 def test_a_service_keeps_what_a_paused_sandbox_needs(driver, home):
