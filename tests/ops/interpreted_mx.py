@@ -98,7 +98,7 @@ def test_experts_equal_float64(size: tuple, activations: str, name: str, cap: fl
     options = {"activations": activations, "linear_beta": cap, "rule": "floor"}
     device = [pack(*w) for w in packed]
     with force("triton"):
-        assert select(z, device[0]).implementation == "triton"
+        assert select(z, index, device[0]).implementation == "triton"
         got = packed_experts(z, index, weight, *device, name, **options)
         assert torch.equal(got, packed_experts(z, index, weight, *device, name, **options))
     with force("torch"):
@@ -155,5 +155,5 @@ def test_every_code_every_scale_and_nan() -> None:
 def test_what_the_kernels_do_not_take_is_said() -> None:
     z, index, weight, packed = operands(1, 64, 32, 3, 2)
     with force("triton"):
-        assert "pack" in select(z, packed[0]).reason
-    assert select(z, pack(*packed[0])).implementation == "torch"
+        assert "pack" in select(z, index, packed[0]).reason
+    assert select(z, index, pack(*packed[0])).implementation == "torch"

@@ -11,7 +11,6 @@ from perilune.ops.triton import available
 
 PAGE = 64  # tokens of a page of a paged cache
 MAX_LATENT = 512  # channels of the latent whose sums fit into a Triton program's registers
-FEW_ROWS = 16  # new tokens x heads, up to which a Triton program of that many rows is as fast as the CUDA kernel's 64
 
 _CUDA = Choice(
     "cuda", "one block a multiprocessor copies, two groups of warps multiply in turns; rows not at 16 bytes: Triton"
@@ -35,8 +34,6 @@ def choose(q_nope_BTHn: Tensor, cache_BSC: Tensor, w_uk_HnL: Tensor) -> Choice |
         return Choice("torch", f"plain torch: the kernels take latents of at most {MAX_LATENT} channels")
     if wanted is not None:
         return choice
-    if q_nope_BTHn.shape[1:3].numel() <= FEW_ROWS:
-        return Choice("triton", f"a program of {FEW_ROWS} rows holds all new tokens and heads")
     reason = _cuda_obstacle(q_nope_BTHn, cache_BSC, w_uk_HnL)
     return _CUDA if reason is None else Choice("triton", f"Triton kernels: {reason}")
 

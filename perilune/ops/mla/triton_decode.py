@@ -1,4 +1,4 @@
-"""Absorbed attention against cached latents in Triton, for what the CUDA kernels do not take: few heads, other sizes and types.
+"""Absorbed attention against cached latents in Triton, for what the CUDA kernels do not take: other sizes and types.
 
 A program takes a tile of rows (a row is a new token and a head) through one piece of a sequence's cache with an online
 softmax and leaves the piece's normalised sum and the logarithm of its denominator; a second kernel weighs the pieces against

@@ -4,8 +4,8 @@
 
 with W1, W2, W3 decoded from their codes. The released K3 was trained as W4A8, its configuration names no activation format,
 and engines run either (architecture §9.3), so both are here. The form in torch is the definition: each used expert's weights
-are decoded when its rows are multiplied, so at most one expert is dense at a time. On a GPU the kernels of `triton_experts`
-decode in registers, from weights that `pack` has rearranged once; a product of bfloat16 holds both factors exactly, as an
+are decoded when its rows are multiplied, so at most one expert is dense at a time. On a GPU the kernels of `triton_experts`,
+and for few tokens those of `cuda.experts`, decode in registers, from weights that `pack` has rearranged once; a product of bfloat16 holds both factors exactly, as an
 MXFP8 value has four significant bits.
 
 `rounded_input_experts` is the training side of W4A8: dense weights that were rounded before, gradients straight through
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
-from perilune.ops.choice import Choice
+from perilune.ops.choice import Choice, forced
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.mx.codec import dequantize_mxfp4, quantize_mxfp4
+from perilune.ops.mx.cuda import experts as cuda
 from perilune.ops.mx.fake_quant import fake_quantize
 from perilune.ops.mx.pack import DeviceWeight
 from perilune.ops.situ_glu import GLUS, glu
@@ -52,8 +53,15 @@ class PackedWeight(NamedTuple):
         return dequantize_mxfp4(self.codes[e], self.scale[e], dtype)
 
 
-def select(z_NL: Tensor, w1: PackedWeight | DeviceWeight) -> Choice:
-    """Return which implementation `packed_experts` takes for these tokens and weights, and why."""
+def select(z_NL: Tensor, index_NA: Tensor, w1: PackedWeight | DeviceWeight) -> Choice:
+    """Return which implementation `packed_experts` takes for these tokens, routes and weights, and why."""
+    wanted = forced()
+    if isinstance(w1, DeviceWeight) and (wanted == "cuda" or z_NL.is_cuda and wanted is None):
+        reason = cuda.why_not(z_NL, index_NA, len(w1.codes))
+        if reason is None:
+            return Choice("cuda", "few pairs of a token and an expert: two launches, no plan")
+        if wanted == "cuda":
+            return Choice("torch", f"cuda was asked for, but {reason}")
     choice = available.choose(z_NL)
     if choice is None:
         return Choice("torch", "each used expert is decoded before its product")
@@ -111,7 +119,10 @@ def packed_experts(
     with torch.no_grad():
         hidden_rule = None if activations == "none" else rule
         z_NL = z_NL if hidden_rule is None else fake_quantize(z_NL, "mxfp8", hidden_rule)
-        if len(z_NL) and select(z_NL, w1).implementation == "triton":
+        choice = select(z_NL, index_NA, w1).implementation if len(z_NL) else "torch"
+        if choice == "cuda":
+            return cuda.experts(z_NL, index_NA, weight_NA, w1, w3, w2, caps, hidden_rule)
+        if choice == "triton":
             from perilune.ops.mx import triton_experts
 
             return triton_experts.experts(z_NL, index_NA, weight_NA, w1, w3, w2, caps, hidden_rule)

@@ -1,10 +1,10 @@
 // What the runs of decode.cu left of a sequence put together: out = sum_p w_p sums[p] / sum_p w_p with w_p = 2^logs[p].
 //
 // A block takes `width` channels of one row, and its threads all parts of them at once: in a loop of dependent loads they would
-// take longer than the attention itself. Few parts: all channels of a row; many: a quarter of them.
+// take longer than the attention itself. Few parts: all channels of a row; many: an eighth of them.
 #include "runs.h"
 
-constexpr int LATENT = 512, THREADS = 256, EAGER = 8;
+constexpr int LATENT = 512, THREADS = 128, EAGER = 12;  // parts that a thread asks for before it knows their weights
 
 DEVICE float warp_max(float x) {
 #pragma unroll
@@ -14,7 +14,7 @@ DEVICE float warp_max(float x) {
 
 // sums [runs, 2, count, 512] and logs [runs, 2, count], float; out [B, count, 512] bfloat16. A sequence's parts are the second of
 // the run in which it begins, unless it begins with it, and the first of the runs that follow.
-KERNEL(THREADS, 4) merge(
+KERNEL(THREADS, 7) merge(
     const float* __restrict__ sums, const float* __restrict__ logs, const int* __restrict__ lengths, bf16* __restrict__ out,
     int cached, int sequences, int runs, int count, int width) {
     SHARED(memory);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perilune.ops.cuda import Kernel
 
-THREADS = 256
+THREADS = 128
 LATENT = 512
 FEW_PARTS = 16  # of a sequence, on average, up to which one block takes all channels of a row
 
@@ -31,5 +31,5 @@ def merge(sums: Tensor, logs: Tensor, length_B: Tensor | None, out_BQL: Tensor, 
     """
     batch, count, _ = out_BQL.shape
     runs = logs.shape[0]
-    width = LATENT if runs <= FEW_PARTS * batch else LATENT // 4
+    width = LATENT if runs <= FEW_PARTS * batch else LATENT // 8
     kernel().launch((count, LATENT // width, batch), sums, logs, length_B, out_BQL, cached, batch, runs, count, width)

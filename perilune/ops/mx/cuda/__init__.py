@@ -1,0 +1,1 @@
+"""Hand-written CUDA kernels of experts on MXFP4 weights."""
