@@ -23,6 +23,7 @@ from perilune.errors import ConfigError, SandboxError
 from perilune.sandbox.client import Sandbox
 from perilune.sandbox.home import sync_folder
 from perilune.sandbox.protocol import Mismatch, StoreDamaged
+from perilune.sandbox.removal import needed
 from perilune.sandbox.sandboxes import Sandboxes
 
 _STEP = re.compile(r"step-(\d{6,})\.json")
@@ -249,13 +250,13 @@ class TrajectoryLog:
         return self.sandboxes.resume(manifest.environment)
 
     def prune(self, keep: int) -> int:
-        """Remove all but the newest `keep` steps with their snapshots; returns the bytes freed."""
+        """Remove all but the newest `keep` steps with those of their snapshots that nothing else needs; returns the bytes freed."""
         old = self.steps()[: -keep or None]
         names = [self.manifest(step).environment for step in old]
         for step in old:
             (self.folder / f"step-{step:06d}.json").unlink()
-        store = self.sandboxes.home.store
-        return store.delete([name for name in names if store.snapshot_path(name).exists()])
+        store, others = self.sandboxes.home.store, needed(self.sandboxes.home)
+        return store.delete([name for name in names if name not in others and store.snapshot_path(name).exists()])
 
 
 def _line(event: Any) -> bytes:

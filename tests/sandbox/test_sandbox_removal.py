@@ -67,7 +67,12 @@ def test_a_snapshot_that_two_need_goes_with_the_last_of_them(sandboxes, driver):
     shared = log.record(box, {"n": 0}, [0], VERSIONS).environment
     box.revert()
     box.release()
+    other = sandboxes.create(SPEC, driver=driver)
+    log.record(other, {"n": 1}, [1], VERSIONS)
+    other.destroy()
     assert box.snapshot == shared
+    log.prune(1)
+    assert shared in sandboxes.home.store.snapshots()
     sandboxes.remove(["task"])
     assert sandboxes.home.store.snapshots() == [shared], "the sandbox still lives by it"
     sandboxes.remove(["a"])
