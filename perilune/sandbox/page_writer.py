@@ -103,9 +103,19 @@ class Writer:
     ) -> None:  # fmt: skip
         """Name pages; those that are stored already get their place, the others wait for a pack."""
         names = page_names(pages, rows)
-        for row, name, found in zip(rows.tolist(), names, find(names)):
-            if found is not None:
-                pack[row], place[row] = self._number(found[0]), found[1]
+        found, kinds = find(names), set(names)
+        if (
+            len(kinds) == len(names)
+            and not any(found)
+            and kinds.isdisjoint(self._mine)
+            and kinds.isdisjoint(self._pending)
+        ):
+            # All of them are new, as mostly: no need to look at each, which would keep the writing thread from its work.
+            self._pending.update(zip(names, ([row] for row in rows.tolist())))
+            return
+        for row, name, where in zip(rows.tolist(), names, found):
+            if where is not None:
+                pack[row], place[row] = self._number(where[0]), where[1]
             elif name in self._mine:
                 pack[row], place[row] = self._mine[name]
             else:

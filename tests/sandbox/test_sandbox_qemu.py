@@ -261,7 +261,9 @@ def test_no_guest_that_answers_is_said_with_the_console_and_leaves_nothing(
     monkeypatch.setattr(driver.templates, "folder", tmp_path / "none")
     started = []
     start = driver.keeper.start
-    monkeypatch.setattr(driver.keeper, "start", lambda *args, **more: started.append(start(*args, **more)) or started[-1])
+    monkeypatch.setattr(
+        driver.keeper, "start", lambda *args, **more: started.append(start(*args, **more)) or started[-1]
+    )
     with pytest.raises(DriverUnavailable, match="no guest answered in 2 boots"):
         sandboxes.create(spec, driver="qemu")
     assert len(started) == 2 and not any(one.alive() for one in started)
