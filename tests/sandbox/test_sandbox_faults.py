@@ -158,25 +158,11 @@ def check_after(home: Path, driver: str, said: list[list[str]]) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_daemon_killed_at_any_point_loses_nothing_in_silence(driver, home, count):
-    kill_everywhere(home, driver, count(full=50, reduced=3))
-
-
-@pytest.mark.timeout(3600)
-def test_a_daemon_with_machines_killed_at_any_point_loses_nothing_in_silence(probe, home, count):
-    rounds = count(full=50, reduced=0)
-    if not rounds:
-        pytest.skip("qemu: the lives of machines that a kill ends take long; a soak has them")
-    if not (found := probe("qemu")).passed:
-        pytest.skip(f"driver {found.driver}: {found.reason}")
-    kill_everywhere(home, "qemu", rounds)
-
-
-def kill_everywhere(home: Path, driver: str, rounds: int) -> None:
     said = killed_at(home, driver, 1 << 30)
     calls = int(said[-1][1])
     check_after(home, driver, said)
     assert calls > POINTS
-    for number in range(rounds):
+    for number in range(count(full=50, reduced=3)):
         # 20 points spread over all calls, and each time the points move on by one.
         point = 1 + (number * 7 % POINTS) * (calls - 1) // POINTS + number // POINTS
         check_after(home, driver, killed_at(home, driver, point))
