@@ -122,9 +122,10 @@ def ratios(rows: Sequence[Row]) -> dict[str, Bars]:
         for part in range(0, len(categories), _MOST):
             shown = categories[part : part + _MOST]
             bars = [(name, [values.get(category, math.nan) for category in shown]) for name, values in groups.items()]
+            only = next(iter(groups)) if len(groups) == 1 else ""
             name = picture if part == 0 else f"{picture}-{part // _MOST + 1}"
             charts[name] = Bars(
-                title=f"Speed over the peer's: {picture.split('-')[0]}",
+                title=f"Speed over the peer's: {picture.split('-')[0]} {only}".rstrip(),
                 caption=f"Peers: {'; '.join(sorted(peers[picture]))}. Both in one process; above 1 ours is faster.",
                 categories=shown, groups=bars, y_label="times the peer's speed", show_values=len(shown) * len(bars) <= 24,
                 horizontals=[(1.0, "")],
