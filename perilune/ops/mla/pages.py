@@ -1,7 +1,8 @@
 """Attention of one new token of each of several sequences against cached latents that lie in pages.
 
 The sequences may have any lengths: this is what a serving engine decodes with. The arithmetic is that of
-`latent.attend_latent` for each sequence alone, so a result does not depend on the other sequences.
+`latent.attend_latent` for each sequence alone. On a CPU a result does not depend on the other sequences; on a GPU, where all
+cached tokens are dealt out evenly (see `device`), its last bits do.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
+from perilune.ops.mla.cuda import merge
 
 LATENT = 512  # channels that the kernel is written for
 EXTRAS = (0, 64)  # shared channels
@@ -38,7 +39,7 @@ def why_not(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
         return f"the CUDA kernel reads bfloat16, not {str(dtype).removeprefix('torch.')}"
     if width != LATENT:
         return f"the CUDA kernel is written for latents of {LATENT} channels, not {width}"
-    return kernel(EXTRAS[-1]).unavailable_reason(device)
+    return kernel(EXTRAS[-1]).unavailable_reason(device) or merge.kernel().unavailable_reason(device)
 
 
 def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, scale: float) -> str | None:
