@@ -85,7 +85,7 @@ def training(op: Callable[..., Any], sets: list[dict[str, Tensor]]) -> Callable[
 
 
 def ours(**arguments: Any) -> Any:
-    """The Triton kernels."""
+    """The GPU kernels."""
     with force("triton"):
         return chunk_kda(**arguments)
 

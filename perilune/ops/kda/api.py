@@ -30,7 +30,7 @@ def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
     if device.type == "cuda" or wanted == "triton":
         obstacle = gpu.dtype_obstacle(device, *dtypes)
         if obstacle is None:
-            return Choice("triton", "Triton kernels, products in bfloat16, state in float32")
+            return Choice("triton", gpu.kernels(device))
         if device.type == "cuda":
             return Choice("torch", f"chunked form in plain torch: {obstacle}")
     obstacle = unsuitable(device, *dtypes)
@@ -40,7 +40,7 @@ def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
 
 
 def choose(args: Arguments) -> Choice:
-    """As `select`, for one call: the Triton kernels do not take every shape and gate."""
+    """As `select`, for one call: the GPU kernels do not take every shape and gate."""
     choice = select(args.q.device, *(x.dtype for x in (args.q, args.k, args.v, args.g, args.beta)))
     if choice.implementation == "triton":
         obstacle = gpu.unsuitable(args)
@@ -94,7 +94,7 @@ def chunk_kda(
         cu_seqlens: int `[N+1]` boundaries of N sequences packed into one row (B = 1); empty sequences are allowed.
         cu_seqlens_cpu: the same on the CPU; given, nothing is copied from the device.
         chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device. The
-            Triton kernels work in 64.
+            GPU kernels work in 64.
 
     Returns:
         `(o [B, T, HV, V] in q's dtype, final state or None)`.

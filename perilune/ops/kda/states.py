@@ -1,6 +1,6 @@
 """Prefill that also gives the states after chosen tokens: what a prefix cache keeps of a prompt.
 
-The Triton kernels hold the state of every 64th token in float32 on their way and write those that are wanted, so a
+The GPU kernels hold the state of every 64th token in float32 on their way and write those that are wanted, so a
 checkpoint costs its bytes and nothing else. Elsewhere, and for other tokens, the sequence is run in pieces.
 """
 

@@ -1,9 +1,12 @@
-"""For which calls the Triton kernels run, and why not for the others. Imports no Triton."""
+"""For which calls the GPU kernels run, and why not for the others. Imports no Triton."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
+from perilune.ops.cuda import unavailable_reason
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.triton.available import interpreted, obstacle
 
@@ -17,6 +20,15 @@ def dtype_obstacle(device: torch.device, *dtypes: torch.dtype) -> str | None:
     if reason is None and dtypes and device.type == "cuda" and dtypes[0] == torch.float32:
         return "on a GPU the KDA kernels multiply in bfloat16, which would round float32 q, k and v"
     return reason
+
+
+@cache
+def kernels(device: torch.device) -> str:
+    """Which kernels run on a device that they run on, in words."""
+    reason = unavailable_reason(device)
+    if reason is None:
+        return "CUDA kernels where they take the call, else Triton kernels; products in bfloat16, state in float32"
+    return f"Triton kernels, products in bfloat16, state in float32; {reason}"
 
 
 def unsuitable(args: Arguments) -> str | None:
