@@ -19,6 +19,12 @@ HERE = Path(__file__).parent
 SWITCH = "PERILUNE_COMPILE_AHEAD"
 PROCESSES = 16
 SECONDS = 240  # what is not compiled by then is compiled on the way
+LONG = ("peer", "serve", "vision", "engine", "mx_gpu", "model")  # files of few tests that take a minute each
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: several workers would otherwise wait for the one that began them last."""
+    items.sort(key=lambda item: item.path.parent != HERE or not any(word in item.path.name for word in LONG))
 
 
 @pytest.fixture(scope="session", autouse=True)
