@@ -98,6 +98,15 @@ def test_pieces_of_long_prompts_take_as_long_as_a_short_one(seconds, least, most
     assert long.scheduled < 200_000
 
 
+def test_long_ones_do_not_wait_for_short_ones_that_cannot_begin():
+    desk = Desk(sequences=1)
+    long = desk.add(600)
+    desk.step()
+    desk.add(20)
+    before = long.scheduled
+    assert desk.step() is not None and long.scheduled > before, "there is no slot for the short one"
+
+
 def test_a_class_that_is_alone_takes_the_whole_step():
     desk = Desk()
     desk.add(600)
