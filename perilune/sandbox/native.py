@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import platform
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from perilune.sandbox.guest.build_image import default_folder
 
+log = logging.getLogger(__name__)
 FLAGS = ("-shared", "-fPIC", "-O2", "-std=gnu11", "-Wall")
 COMPILE_SECONDS = 60.0
 
@@ -39,14 +41,16 @@ def compiled(source: Path) -> Path | None:
         fd, building = tempfile.mkstemp(suffix=".so", dir=wanted.parent)
         os.close(fd)
         try:
-            command = ["cc", *FLAGS, "-o", building, str(source), "-ldl"]
+            command = ["cc", *FLAGS, "-o", building, str(source)]
             done = subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS)
             if done.returncode != 0:
+                log.info("%s is done without: %s", source.name, done.stderr.decode(errors="replace").strip()[-300:])
                 return None
             os.replace(building, wanted)
             return wanted
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(building)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.info("%s is done without: %s", source.name, error)
         return None

@@ -84,11 +84,8 @@ def test_it_runs_before_it_has_arrived_and_is_whole_afterwards(driver, source, t
         saved = box.checkpoint()
         assert saved.new_bytes < 3_000_000
         fork = box.fork(1)[0]
-        for each in (fork, there.resume(saved.id)):
-            assert not isinstance(each._machine, ArrivingMachine) and sh(each, ASK) == "kept"
-            assert each.read_file("/workspace/more") == b"more" and each.read_file("/workspace/big") == b"small now"
-        assert sh(there.resume(snapshot), "sha256sum /workspace/big") == wanted
-        assert sh(twin, ASK) == "kept"
+        assert not isinstance(fork._machine, ArrivingMachine) and sh(fork, ASK) == "kept" == sh(twin, ASK)
+        assert fork.read_file("/workspace/more") == b"more" and fork.read_file("/workspace/big") == b"small now"
     assert Arrival.of(tmp_path / "there/store", snapshot=snapshot) is None
 
 
