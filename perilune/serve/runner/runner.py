@@ -9,6 +9,7 @@ alike, so fp32 on the CPU gives the same bits in any company.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from perilune.serve.runner.pages import PagePool
 from perilune.serve.runner.recordings import DecodeRecordings
 from perilune.serve.runner.rows import DecodeRows, chunk_rows
 from perilune.serve.schedule import Plan, Row
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,13 @@ class ModelRunner:
         self.tokens_run = 0
         self._packs = not deterministic and _takes_parts(model)
         self._decoding: dict[int, DecodeRows] = {}
-        self._recorded = next(
-            (kind(self.model, pool) for kind in (DecodeGraphs, DecodeRecordings) if not kind.why_not(self.model, pool)),
-            None,
-        )
+        self._recorded: DecodeGraphs | DecodeRecordings | None = None
+        recorder = DecodeGraphs if model.device.type == "cuda" else DecodeRecordings
+        reason = recorder.why_not(self.model, pool)
+        if reason is None:
+            self._recorded = recorder(self.model, pool)
+        else:
+            logger.info("decode passes are not recorded: %s", reason)
 
     @torch.inference_mode()
     def run(self, plan: Plan, stage: int | None = None) -> Scores:
