@@ -132,10 +132,8 @@ def fastest(
         enough = total * heads * (value_dim // width) >= longest * slots  # whole sequences fill the device
         most = 1 if enough else max(1, min(slots, longest // LEAST_SEGMENT))
         targets = {max(1, longest // n) for n in range(1, most + 1)}
-        options += [
-            (time(width, target), -width, -target) for target in targets
-        ]  # of equals the widest, the fewest cuts
-    _, width, target = min(options)
+        options += [(time(width, target), -width, -target) for target in targets]
+    _, width, target = min(options)  # of equals the widest, the fewest cuts
     return -target, -width
 
 
