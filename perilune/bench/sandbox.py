@@ -197,9 +197,9 @@ def run(
 def _rows(
     drivers: tuple[str, ...], where: list[Place], runs: int, clones: int, clock: Clock, results: Path | None
 ) -> Iterator[Row]:
-    from perilune.bench.harness import append
-
     working = [driver for driver in drivers if _works(driver, clock)]
+    from perilune.bench.harness import append  # With it comes torch, which takes its seconds.
+
     todo = [(driver, place) for driver in working for place in where]
     for number, (driver, place) in enumerate(todo):
         rest = 1 - 1 / (len(todo) - number)
