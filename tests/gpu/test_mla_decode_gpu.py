@@ -108,17 +108,21 @@ def test_cuda_in_any_number_of_runs(runs: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
-def test_pages_give_the_same_bits(shape: tuple) -> None:
+@pytest.mark.parametrize("page", [PAGE, 2 * PAGE])
+@pytest.mark.parametrize("implementation", ["cuda", "triton"])
+def test_pages_give_the_same_bits(shape: tuple, page: int, implementation: str) -> None:
     inputs = operands(shape, torch.bfloat16)
     batch, room, width = inputs["cache_BSC"].shape
-    count = room // PAGE
+    count = room // page
     number = torch.randperm(2 * batch * count, device="cuda")[: batch * count]
-    pages = torch.full((2 * batch * count, PAGE, width), torch.nan, device="cuda", dtype=torch.bfloat16)
-    pages[number] = inputs["cache_BSC"].view(-1, PAGE, width)
+    pool = torch.full((2 * batch * count, page + PAGE, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+    pages = pool[:, PAGE:]
+    pages[number] = inputs["cache_BSC"].view(-1, page, width)
     table = number.view(batch, count).int()
-    table[torch.arange(count, device="cuda") * PAGE >= inputs["length_B"][:, None]] = -1
+    table[torch.arange(count, device="cuda") * page >= inputs["length_B"][:, None]] = -1
     paged = inputs | {"cache_BSC": pages, "table_BP": table}
-    assert torch.equal(attend_cached(**paged, scale=SCALE), attend_cached(**inputs, scale=SCALE))
+    with force(implementation):
+        assert torch.equal(attend_cached(**paged, scale=SCALE), attend_cached(**inputs, scale=SCALE))
 
 
 def test_a_cut_cache_equals_the_expanded_form() -> None:

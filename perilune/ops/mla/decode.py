@@ -38,13 +38,13 @@ def attend_cached(
     Args:
         q_nope_BTHn: `[B, T, H, n]` query part that meets the keys rebuilt from the latent.
         q_rope_BTHr: `[B, T, H, r]` query part that meets the shared key channels; r may be 0.
-        cache_BSC: `[B, S, L + r]` caches with room for S tokens each; with a table `[P, 64, L + r]`, pages of all sequences.
+        cache_BSC: `[B, S, L + r]` caches with room for S tokens each; with a table `[P, 64 n, L + r]`, pages of all sequences.
             What lies beyond a sequence's length is not read into the result, be it NaN.
         w_uk_HnL: `[H, n, L]` key up-projection.
         w_uv_HvL: `[H, v, L]` value up-projection.
         scale: factor on the scores, (n + r)^-1/2.
         length_B: int32 `[B]` cached tokens of each sequence, the T new ones included, at most S; 0 or at least T.
-        table_BP: int32 `[B, ceil(S / 64)]` numbers of each sequence's pages, in order; entries beyond its length are not used.
+        table_BP: int32 `[B, pages of the longest]` numbers of each sequence's pages, in order; entries beyond its length are not used.
 
     Returns:
         `[B, T, H, v]` in the queries' dtype; zeros for a sequence of length 0. Scores, softmax and sums in fp32 (fp64).
@@ -55,7 +55,9 @@ def attend_cached(
         f"{batch} sequences need {batch} lengths and rows of {latent_width} + {q_rope_BTHr.shape[3]} channels, not "
         f"{tuple(length_B.shape)} and {cache_BSC.shape[2]}"
     )
-    assert table_BP is None or cache_BSC.shape[1] == PAGE, f"a page has {PAGE} tokens, not {cache_BSC.shape[1]}"
+    assert table_BP is None or cache_BSC.shape[1] % PAGE == 0, (
+        f"a page has a multiple of {PAGE} tokens, not {cache_BSC.shape[1]}"
+    )
     choice = select(q_nope_BTHn, cache_BSC, w_uk_HnL).implementation
     if choice in ("triton", "cuda"):
         return device.attend_latent(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from perilune.ops.mla.cuda import decode as cuda
 from perilune.ops.mla.cuda.merge import merge
-from perilune.ops.mla.kernel_choice import PAGE
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
@@ -41,8 +40,8 @@ def context(
     Args:
         query_BQL: `[B, T*H, 512]` queries carried into the latent space, dense.
         query_shared_BTHr: `[B, T, H, r]` query parts that meet the shared key channels; r is 0 or 64.
-        latent_BSL: `[B, S, 512]` cached latents, or with a table pages `[P, 64, 512]`; dense last axis.
-        shared_BSr: `[B, S, r]` cached shared key channels (`[P, 64, r]`), alike.
+        latent_BSL: `[B, S, 512]` cached latents, or with a table pages `[P, 64 n, 512]`; dense last axis.
+        shared_BSr: `[B, S, r]` cached shared key channels (`[P, 64 n, r]`), alike.
         scale: factor on the scores.
         length_B: int32 `[B]` cached tokens of each sequence, the T newest included; None = S.
         table_BP: int32 `[B, pages]` page numbers.
@@ -51,7 +50,7 @@ def context(
         `[B, T*H, 512]` bfloat16: softmax-weighted sums of latents; zeros for a sequence of length 0.
     """
     batch, count, width = query_BQL.shape
-    capacity = latent_BSL.shape[1] if table_BP is None else table_BP.shape[1] * PAGE
+    capacity = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
     runs = runs_of(batch, blocks(count, cuda.ROWS), blocks(capacity, cuda.KEYS), units(query_BQL.device))
     out = torch.empty_like(query_BQL)
     sums = torch.empty(runs, 2, count, width, device=out.device)

@@ -7,7 +7,6 @@ cached tokens are dealt out evenly (see `device`), its last bits do.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from perilune.ops.choice import Choice, forced
@@ -57,9 +56,15 @@ def attend_latent_pages(
         )
     size, width = entry_PSC.shape[1], w_uk_HnL.shape[2]
     if entry_PSC.is_cuda and size % PAGE == 0:
-        blocks_SC, table_BP = _blocks(entry_PSC, table_BP)
         return attend_cached(
-            q_nope_BHn[:, None], q_rope_BHr[:, None], blocks_SC, w_uk_HnL, w_uv_HvL, scale, length_B.int(), table_BP
+            q_nope_BHn[:, None],
+            q_rope_BHr[:, None],
+            entry_PSC,
+            w_uk_HnL,
+            w_uv_HvL,
+            scale,
+            length_B.int(),
+            table_BP.int(),
         )[:, 0]
     out = q_nope_BHn.new_empty(*q_nope_BHn.shape[:2], w_uv_HvL.shape[1])
     for row, length in enumerate(length_B.tolist()):
@@ -68,12 +73,3 @@ def attend_latent_pages(
         q_nope, q_rope = q_nope_BHn[row][None, None], q_rope_BHr[row][None, None]
         out[row] = attend_latent(q_nope, q_rope, latent, shared, w_uk_HnL, w_uv_HvL, scale, length - 1)[0, 0]
     return out
-
-
-def _blocks(entry_PSC: Tensor, table_BP: Tensor) -> tuple[Tensor, Tensor]:
-    """The same bytes as pages of `PAGE` tokens, `[blocks, PAGE, C]`, and the table that names these."""
-    pages, size, width = entry_PSC.shape
-    between, inside = entry_PSC.stride(0) // (PAGE * width), size // PAGE
-    blocks = entry_PSC.as_strided(((pages - 1) * between + inside, PAGE, width), (PAGE * width, width, 1))
-    order = torch.arange(inside, device=table_BP.device)
-    return blocks, (table_BP[..., None] * between + order).flatten(1).int()

@@ -47,14 +47,14 @@ def truth(inputs: dict[str, Tensor]) -> Tensor:
         return attend_cached(**wide, scale=0.2)
 
 
-def paged(inputs: dict[str, Tensor], page: int = PAGE) -> dict[str, Tensor]:
-    """The same caches as shuffled pages amid pages of NaN."""
+def paged(inputs: dict[str, Tensor], page: int) -> dict[str, Tensor]:
+    """The same caches as shuffled pages of a pool, amid NaN."""
     batch, room, width = inputs["cache_BSC"].shape
     count = -(-room // page)
     cache = torch.full((batch, count * page, width), torch.nan, dtype=inputs["cache_BSC"].dtype)
     cache[:, :room] = inputs["cache_BSC"]
     number = torch.randperm(2 * batch * count, generator=torch.Generator().manual_seed(1))[: batch * count]
-    pages = torch.full((2 * batch * count, page, width), torch.nan, dtype=cache.dtype)
+    pages = torch.full((2 * batch * count, page + PAGE, width), torch.nan, dtype=cache.dtype)[:, PAGE:]
     pages[number] = cache.view(batch * count, page, width)
     return inputs | {"cache_BSC": pages, "table_BP": number.view(batch, count).int()}
 
@@ -82,7 +82,8 @@ def test_ragged_lengths_and_pages(
             monkeypatch.setattr(triton_decode, "pieces", lambda *_, n=splits: n)
             got = attend_cached(**inputs, scale=0.2)
             close(got, right, dtype)
-            assert torch.equal(got, attend_cached(**paged(inputs), scale=0.2)), "pages hold the same rows"
+            page = PAGE if splits == 1 else 2 * PAGE
+            assert torch.equal(got, attend_cached(**paged(inputs, page), scale=0.2)), "pages hold the same rows"
 
 
 def test_a_cut_cache_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,13 @@ struct Copier {
 };
 
 // query [B, tokens heads, 512]; query_extra [B, tokens, heads, EXTRA] by strides; latent and extra by strides of sequences (or
-// pages, if there is a table) and cached rows; lengths null: `cached` of each. out [B, tokens heads, 512] bfloat16; sums [runs, 2,
+// pages of `page_blocks` blocks, if there is a table) and cached rows; lengths null: `cached` of each. out [B, tokens heads, 512] bfloat16; sums [runs, 2,
 // tokens heads, 512] and logs [runs, 2, tokens heads] float, parts of runs. All strides in numbers.
 KERNEL(THREADS, 1) decode(
     const bf16* __restrict__ query, const bf16* __restrict__ query_extra, const bf16* __restrict__ latent,
     const bf16* __restrict__ extra, const int* __restrict__ lengths, const int* __restrict__ table, bf16* __restrict__ out,
     float* __restrict__ sums, float* __restrict__ logs, i64 query_b, i64 query_t, i64 query_h, i64 latent_b, i64 latent_s,
-    i64 extra_b, i64 extra_s, i64 table_b, int cached, int sequences, int tokens, int heads, float factor) {
+    i64 extra_b, i64 extra_s, i64 table_b, int page_blocks, int cached, int sequences, int tokens, int heads, float factor) {
     SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31;
@@ -85,14 +85,14 @@ KERNEL(THREADS, 1) decode(
         int sequence = place_of_block.sequence, start = place_of_block.start;
         for (int at = from; at < to;) {
             const int length = all.length(sequence), blocks = all.blocks(sequence), end = least(start + blocks, to);
-            const int* const pages = table + sequence * table_b - start;
+            const int* const pages = table + sequence * table_b;
             int block = at + ((at - from ^ place) & 1);
-            int page = table && block < end ? pages[block] : 0;
+            int page = table && block < end ? pages[(block - start) / page_blocks] : 0;
             for (; block < end; block += 2) {
+                const int number = block - start;  // of the sequence
                 const i64 outer = table ? page : sequence;
-                if (table && block + 2 < end) page = pages[block + 2];  // long before it is needed
-                const int row = KEYS * (block - start);
-                copier.fill(block - from, outer, table ? 0 : row, length - row);
+                if (table && block + 2 < end) page = pages[(number + 2) / page_blocks];  // long before it is needed
+                copier.fill(block - from, outer, KEYS * (table ? number % page_blocks : number), length - KEYS * number);
             }
             at = end, start += blocks, sequence++;
         }

@@ -26,7 +26,7 @@ def kernel(extra: int) -> Kernel:
     return Kernel(
         Path(__file__).parent / "decode.cu",
         "decode",
-        "P" * 9 + "q" * 8 + "iiiif",
+        "P" * 9 + "q" * 8 + "iiiiif",
         threads=384,
         shared_bytes=CHUNK_BYTES * (3 * chunks + 1) + 4 * 4 * ROWS + 8 * 4 * (2 + bool(extra)),
         defines={"EXTRA": 64 * bool(extra)},
@@ -64,9 +64,10 @@ def attend(
     The other operands are those of `device.context`, which `unsuitable` lets pass; factor: on the scores, to base 2.
     """
     batch, tokens, heads, extra = query_shared_BTHr.shape
+    cached = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
     kernel(extra).launch(
         (-(-tokens * heads // ROWS), logs.shape[0]),
         query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, out_BQL, sums, logs,
         *query_shared_BTHr.stride()[:3], *latent_BSL.stride()[:2], *shared_BSr.stride()[:2],
-        0 if table_BP is None else table_BP.stride(0), latent_BSL.shape[1], batch, tokens, heads, factor,
+        0 if table_BP is None else table_BP.stride(0), latent_BSL.shape[1] // KEYS, cached, batch, tokens, heads, factor,
     )  # fmt: skip
