@@ -7,6 +7,7 @@ forward kernel, a program a token, is the faster one: its many programs hide wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ def read(
 
 
 def _forward(
-    on_cuda: bool, sources: Sequence[Tensor], delta: Tensor | None, *rest, **more
-) -> tuple[Tensor | None, ...]:
+    on_cuda: bool, sources: Sequence[Tensor], delta: Tensor | None, *rest: Any, **more: Any
+) -> tuple[Any, ...]:
     """Running sum or None, output, and for training what the backward kernel wants."""
     if on_cuda and (len(sources) > FEW_SOURCES or missing() is not None or not sources[0].is_cuda):
         return cuda.forward(sources, delta, *rest, **more)
