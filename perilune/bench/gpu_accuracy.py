@@ -67,19 +67,19 @@ KINDS: dict[str, Callable[[int], Inputs]] = {
 }  # fmt: skip
 
 
-def outcome(op: Callable[..., Any], inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
+def outcome(op: Callable[..., Any], inputs: Inputs) -> Inputs:
     """o, the final state, and every gradient under fixed cotangents, by name."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    o, state = op(**leaves, output_final_state=True, **settings)
+    o, state = op(**leaves, output_final_state=True, **gpu_kda.SETTINGS)
     generator = torch.Generator(device="cuda").manual_seed(7)
     cotangents = [torch.randn(x.shape, device="cuda", generator=generator).bfloat16().to(x.dtype) for x in (o, state)]
     gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents)
     return {"o": o.detach(), "state": state.detach()} | {f"d_{n}": x for n, x in zip(leaves, gradients, strict=True)}
 
 
-def truth(inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
+def truth(inputs: Inputs) -> Inputs:
     """`outcome` of the token loop in float64."""
-    return outcome(recurrent_kda_reference, {name: x.double() for name, x in inputs.items()}, settings)
+    return outcome(recurrent_kda_reference, {name: x.double() for name, x in inputs.items()})
 
 
 def errors(got: Inputs, right: Inputs, inputs: Inputs) -> dict[str, float]:

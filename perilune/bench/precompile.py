@@ -46,8 +46,8 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
         Problems that processes reported, without repetition. A candidate that does not fit the device is none.
     """
     _try_briefly()
-    done = [_stamp(task) for task in tasks]
-    tasks = tuple(task for task, stamp in zip(tasks, done, strict=True) if not stamp.exists())
+    stamps = {task: stamp for task in tasks if not (stamp := _stamp(task)).exists()}
+    tasks = tuple(stamps)
     if seconds < START_SECONDS or not tasks:
         return []
     parts = max(1, min(PROCESSES, os.cpu_count() or 1))
@@ -72,7 +72,7 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
                     process.wait()
         problems = [line for log in logs for line in log.read_text().splitlines() if line.startswith("precompile: ")]
     if not problems and all(process.returncode == 0 for process in running):
-        for stamp in done:
+        for stamp in stamps.values():
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()
     return sorted(set(problems))
