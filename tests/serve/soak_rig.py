@@ -193,11 +193,11 @@ def outcome(heard: dict[str, Any]) -> str:
     return "lost"
 
 
-def until_heard(url, corpus: Corpus, number: int, refused: list[str]) -> dict[str, Any]:
+def until_heard(url, corpus: Corpus, number: int, refused: list[str], **more: Any) -> dict[str, Any]:
     """A client that comes back whenever it is refused; `url` is called for each try. Its answer must be whole and right."""
     until = time.monotonic() + PATIENCE
     while True:
-        heard = ask(url(), "/v1/completions", corpus.body(number))
+        heard = ask(url(), "/v1/completions", corpus.body(number, **more))
         if (what := outcome(heard)) == "done":
             assert heard["ids"] == {"0": corpus.truth[number]}, f"a canary sings another song: {heard['ids']}"
             return heard

@@ -169,10 +169,10 @@ class Soak:
         assert self.server.admin("engine")["tiers"]["disk_prefixes"] > 0, "the disk tier has not outlived its server"
 
     def stop_and_find_again(self) -> None:
-        """Stop a quiet server; the next one hits what the last one has answered."""
+        """Stop a quiet server; the next one hits what the last one has answered to a session, which is kept longest."""
         number = self.chance.randrange(len(self.corpus.prompts))
         refused: list[str] = []
-        until_heard(lambda: self.server.url, self.corpus, number, refused)
+        until_heard(lambda: self.server.url, self.corpus, number, refused, session_id="the last")
         self.server.process.send_signal(signal.SIGTERM)
         assert self.server.end() == 0, self.server.last_words()
         self._bury(self.server, "term")

@@ -87,6 +87,24 @@ def test_an_answer_with_reasoning_code_and_a_call(browser, tmp_path):
         browser.resize(1200, 900)
 
 
+def test_the_page_follows_a_fast_answer_until_somebody_goes_up(browser):
+    left = "$('scroll').scrollHeight - $('scroll').scrollTop - $('scroll').clientHeight"
+    gate = threading.Semaphore(0)
+    with serve_in_thread(FakeEngine(pieces=[f"line {n}\n" for n in range(120)], gate=gate)) as server:
+        browser.open(server.url + "/")
+        browser.wait("card")
+        browser.run("$('input').value = 'Go'; send(); 0")
+        for _ in range(60):
+            gate.release()
+        browser.wait("$('log').textContent.includes('line 59')")
+        browser.wait(f"{left} < 5", seconds=5)
+        browser.run("$('scroll').scrollTop -= 300; new Promise(done => setTimeout(done, 50))")
+        for _ in range(60):
+            gate.release()
+        browser.wait("!running && document.querySelector('.counts')")
+        assert browser.run(left) > 900, "somebody reads above; the page does not move"
+
+
 def test_pictures_are_shown_and_sent(browser, tmp_path):
     engine = Engine(["A dot."])
     with serve_in_thread(engine) as server:
