@@ -35,7 +35,7 @@ def run(z: Tensor, index: Tensor, weight: Tensor, weights: list[PackedWeight], b
 
 
 CASES = [  # tokens, width, hidden, experts, active; options
-    ((1, 384, 160, 12, 3), {}),  # neither side in whole steps; warps with parts of two experts
+    ((1, 160, 288, 20, 5), {}),  # neither side in whole steps; warps with parts of two experts
     ((2, 1152, 64, 8, 1), {"activations": "mxfp8"}),  # more steps than a warp loads ahead, warps without steps
     ((1, 128, 96, 8, 2), {"activation": "swiglu"}),
 ]
