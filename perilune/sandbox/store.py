@@ -436,7 +436,8 @@ class Store:
         found, checked = [], set()
         for name in self.snapshots():
             wrong, blobs = self._problems(name, checked)
-            if wrong and self.snapshot_path(name).exists():  # Deleted and fetched again between two reads? Then not twice.
+            # Deleted and fetched again between two reads? Then it is not found twice.
+            if wrong and self.snapshot_path(name).exists():
                 wrong, blobs = self._problems(name, checked)
             # Another process may have deleted it meanwhile, and what it needed.
             if self.snapshot_path(name).exists():
