@@ -224,6 +224,7 @@ class Canary(threading.Thread):
             raise self._error
         self._soak.seen["canaries"] += 1
         self._soak.seen["canaries refused"] += len(self._refused)
+        self._soak.seen.update(self._refused)
 
 
 @pytest.mark.soak
