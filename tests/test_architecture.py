@@ -115,15 +115,17 @@ def test_config_shapes_and_run_folders_work_where_torch_is_not_installed():
 
 
 def test_everything_below_the_leaves_imports_without_the_libraries_of_the_leaves():
-    parts = parts_of_the_package() - {"cli", "report", "bench", "explain"}
+    parts = parts_of_the_package() - {"cli", "report", "bench", "explain", "http"}
     modules = [name for part in sorted(parts) for name in modules_of(part)]
     modules = [
         name
         for name in modules
         if not name.startswith(("perilune.serve.api", "perilune.sandbox.api", "perilune.config.parse"))
     ]
-    # Files of Triton kernels are imported once `select` has chosen them; `triton` in their path says what they need.
-    modules = [name for name in modules if "triton" not in name]
+    # Files of Triton kernels are imported once `select` has chosen them; `triton` in their path says what they need. So are
+    # the files that launch KDA's, which stand between its Triton and its CUDA kernels.
+    launchers = {f"perilune.ops.kda.gpu.{name}" for name in ("autograd", "backward", "forward", "states")}
+    modules = [name for name in modules if "triton" not in name and name not in launchers]
     libraries = {
         "starlette",
         "uvicorn",

@@ -7,8 +7,8 @@
 // KEEP: U and the state that enters each chunk are kept for the backward pass.
 #include "scan_leave.h"
 
-// v [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K], beta [chunks, heads, 64];
-// units: see `plan`. state_in, state_out by strides: state_in null or with a row a unit if split, else a row a sequence;
+// v [tokens, heads, V] by strides; Qd, Kd, Kr [chunks, heads, 64, K], P, A [chunks, heads, 64, 64], gamma [chunks, heads, K],
+// beta [chunks, heads, 64]; units: see `plan`. state_in, state_out by strides: state_in null or with a row a unit if split, else a row a sequence;
 // state_out null or with a row a sequence. o [tokens, heads, V]. KEEP: U [chunks, heads, 64, V], S [chunks, heads, V, K].
 // slots null, or the place in exported [slots, heads, V, K] of the state behind each chunk, or -1.
 KERNEL(THREADS, 1)

@@ -1,7 +1,8 @@
 // What the serial kernels share: where a chunk's tiles lie in shared memory, how they come there, and products with them.
 //
-// S^T, R^T, U^T and the like have the value channels as rows: a warpgroup has 64 of them, a thread rows i and i + 8 of its warp's 16. A
-// product's result is then, rounded, the next one's left operand, and only what `prepare` wrote comes from shared memory.
+// S^T, R^T, U^T and the like have the value channels as rows: a warpgroup has 64 of them, a thread rows i and i + 8 of its
+// warp's 16. A product's result is then, rounded, the next one's left operand, and only what `prepare` wrote comes from shared
+// memory.
 //
 // A chunk arrives in two halves, what is needed first and the rest, in a ring of slots that one warpgroup fills and the others,
 // each at its own pace, empty: while one waits for a product, another's keeps the tensor cores busy.
@@ -45,7 +46,7 @@ DEVICE Place place_of(int thread) {
     return {number >> 2, warp, lane, 16 * number + (lane >> 2), in_block((lane & 7) + 8 * (lane >> 4), 2 * warp + (lane >> 3 & 1))};
 }
 
-// The ring as one thread sees it: the slot that is next, how often (odd or even) it was in use before.
+// The ring as one thread sees it: the slot that is next, and whether it was in use an odd number of times before.
 struct Ring {
     u8* memory;
     int slot, turn;
@@ -165,8 +166,8 @@ DEVICE void read_values(u32 (&v)[4], const u8* slot, const Place& p, int s) {
 // beta of this thread's two tokens of eight.
 DEVICE float2 beta_of(const u8* slot, int first, int lane) { return *(const float2*)(slot + BETA + 4 * first + 8 * (lane & 3)); }
 
-// U^T = (V^T - S^T Kd^T) diag(beta) A^T, rounded, `slot` being a first half. `work` is done while the first product is under way. VALUES
-// false: V = 0. `then` is done while the second product is under way.
+// U^T = (V^T - S^T Kd^T) diag(beta) A^T, rounded, `slot` being a first half; without `values` V = 0. `work` is done while the
+// first product is under way, `then` while the second is.
 template <class Work, class Then>
 DEVICE void find_writes(u32 (&u)[4][4], u32 (&s)[K / 16][4], const u8* slot, const Place& p, bool values, Work work, Then then) {
     float d[32];
