@@ -71,9 +71,7 @@ class Transformer(nn.Module):
 
     def depth_reads(self) -> list[DepthRead]:
         """Every read of the depth stream in a forward pass, in order; none of a plain residual."""
-        if self.cfg.residual == "plain":
-            return []
-        return [*(site for block in self.layers for site in (block.mixer_read, block.ffn_read)), self.output_read]
+        return [module for module in self.modules() if isinstance(module, DepthRead)]
 
     @property
     def device(self) -> torch.device:
