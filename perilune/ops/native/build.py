@@ -45,6 +45,7 @@ _OPTIMISE = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-mat
 
 _lock = threading.RLock()
 _loaded: dict[tuple[str, Path], ctypes.CDLL] = {}
+_opened: list[ctypes.CDLL] = []  # all of this process: functions of each may be held somewhere
 _failed: dict[tuple[str, Path], str] = {}
 
 
@@ -62,7 +63,7 @@ def load(name: str, folder: Path = SOURCE_FOLDER) -> ctypes.CDLL | None:
 
 def libraries() -> list[ctypes.CDLL]:
     """The kernel libraries that this process has loaded."""
-    return list(_loaded.values())
+    return list(_opened)
 
 
 def unavailable_reason(name: str, folder: Path = SOURCE_FOLDER) -> str | None:
@@ -86,6 +87,7 @@ def _outcome(name: str, folder: Path) -> str | None:
         if key not in _loaded and key not in _failed:
             try:
                 _loaded[key] = _load_or_build(name, folder)
+                _opened.append(_loaded[key])
             except BuildError as error:
                 _failed[key] = str(error)
                 logger.info("native kernel %s is unavailable: %s", name, error)

@@ -17,19 +17,20 @@ from perilune.ops.kda.cuda import prepare
 PACKAGE = Path(perilune.__file__).parent
 SOURCE = '#include "device.h"\nKERNEL(64, 1) f(float* a, int n) { a[threadIdx.x] = n * FACTOR; }\n'
 SOURCES = sorted(PACKAGE.rglob("*.cu"))
-SIZES = {"key_dim": 128, "value_dim": 128, "width": 128, "bins": 1000}  # others: 4
+SIZES = {"key_dim": 128, "value_dim": 128, "width": 128, "bins": 1000, "extra": 1}  # others: 4
 FLAGS = (False, True)
 
 
 def kernels(source: Path) -> list[Kernel]:
-    """The kernel of a source as the module of the same name beside it makes it: all flags off, and all on."""
-    name = ".".join(source.with_suffix("").relative_to(PACKAGE.parent).parts)
-    module = importlib.import_module(name)
+    """The kernel of a source as a module beside it makes it, all flags off, and all on: the module of the same name, or
+    the one whose `kernel` takes the name."""
+    beside = source.with_suffix(".py")
+    if not beside.exists():
+        (beside,) = (path for path in source.parent.glob("*.py") if "def kernel(name: str," in path.read_text())
+    module = importlib.import_module(".".join(beside.with_suffix("").relative_to(PACKAGE.parent).parts))
     (make,) = (f for n, f in vars(module).items() if n.strip("_") == "kernel")
-    return [
-        make(**{n: value(n, str(p.annotation), flag) for n, p in inspect.signature(make).parameters.items()})
-        for flag in FLAGS
-    ]
+    given = {n: str(p.annotation) for n, p in inspect.signature(make).parameters.items()}
+    return [make(**{n: source.stem if t == "str" else value(n, t, flag) for n, t in given.items()}) for flag in FLAGS]
 
 
 def value(name: str, annotation: str, flag: bool) -> bool | int | None:
