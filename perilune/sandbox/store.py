@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,6 @@ SYNCS = ("none", "batch", "full")
 system before a snapshot is published. full: every blob and folder is synced by itself."""
 AHEAD = 1 << 20
 """Bytes that a writer counts in advance; what it does not use it gives back, and what a killed one had is freed by `collect`."""
-FEW, WRITERS = 8, min(4, os.cpu_count() or 1)
-"""Blobs from which on several threads store them, and how many threads."""
 MOST_PARTS = 1024
 """Of one call (IOV_MAX)."""
 SMALL = 512
@@ -100,13 +97,6 @@ class Batch:
         name = layer.digest(data)
         self.put_named(name, data)
         return name
-
-    def put_all(self, pieces: Sequence[bytes]) -> list[str]:
-        """Store blobs as `put` does, several at a time: naming and writing leave the interpreter to other threads."""
-        if len(pieces) < FEW:
-            return [self.put(piece) for piece in pieces]
-        with ThreadPoolExecutor(WRITERS) as writers:
-            return list(writers.map(self.put, pieces))
 
     def put_named(self, name: str, *parts: bytes | memoryview) -> bool:
         """Store a blob whose name is known, which may be a pack's, given in parts; returns whether it was not there yet. Raises as `put`."""

@@ -214,9 +214,8 @@ class ProcMachine:
                         raise GuestLost(
                             f"sandbox {self.sandbox}: /{entry['path']} is told to be as it was, and was not there"
                         )
-                    fresh = iter(batch.put_all([chunk for chunk in chunks if chunk]))
                     entry["chunks"] = [
-                        next(fresh) if chunk else None if chunk is None else known[number]
+                        batch.put(chunk) if chunk else None if chunk is None else known[number]
                         for number, chunk in enumerate(chunks)
                     ]
                     size += entry["size"]
