@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,21 @@ PROCESSES = 16
 START_SECONDS = 15.0  # of a process until its first kernel: a shorter rest of a budget is not worth one
 LONGEST = 3600.0
 TOKENS = 256
+
+
+def end_within(seconds: float, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all have ended; those that have not after so many seconds are killed."""
+    end = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.wait(timeout=max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
@@ -59,17 +74,7 @@ def precompile(*tasks: str, seconds: float = math.inf) -> list[str]:
             command = [sys.executable, "-m", "perilune.bench.precompile", f"{part}/{parts}", str(limit), *tasks]
             with log.open("w") as file:
                 running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=_environment()))
-        end = time.monotonic() + limit
-        try:
-            for process in running:
-                process.wait(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+        end_within(limit, running)
         problems = [line for log in logs for line in log.read_text().splitlines() if line.startswith("precompile: ")]
     if not problems and all(process.returncode == 0 for process in running):
         for stamp in stamps.values():

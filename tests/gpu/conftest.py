@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from perilune.bench.precompile import end_within
+
 HERE = Path(__file__).parent
 SWITCH = "PERILUNE_COMPILE_AHEAD"
 PROCESSES = 16
@@ -50,16 +52,7 @@ def _compiled_ahead(request: pytest.FixtureRequest) -> None:
                 stderr=subprocess.DEVNULL,
             )
         )  # fmt: skip
-    try:
-        for process in running:
-            process.wait(timeout=max(0.1, start + SECONDS - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    end_within(start + SECONDS - time.monotonic(), running)
     terminal = request.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         terminal.write_line(f"compiled ahead in {parts} processes, {time.monotonic() - start:.0f} s")
