@@ -5,10 +5,10 @@ Rows (random weights, greedy, no HTTP; `bench serve` measures whole requests):
 - `engine_decode_b…`: one step of sequences of different lengths; peer: the bare model's step on a batch of equal length.
 - `engine_generate_b8`: eight prompts and their answers; peer: transformers' `generate` with the same weights.
 - `engine_together_b8`: first tokens of eight prompts that arrive together; peer: a pass for each of them.
-- `engine_ttft_hit`: first token of a prompt whose prefix is cached; peer: the bare model on the rest, with the prefix's state
+- `engine_ttft_cold`: first token of a prefix that nobody has seen; peer: the bare model on it.
+- `engine_ttft_hit`: first token of a prompt that begins with it; peer: the bare model on the rest, with the prefix's state
   at hand, which is what a cache can give at best. `…_host`, `…_disk`: the prefix comes back from a tier first.
 - `engine_ttft_alone`: the same hit; peer: first token of the rest as a prompt of its own, whose attention sees no prefix.
-- `engine_ttft_cold`: the same prompt, nothing cached; peer: the bare model, one pass over all of it.
 - `engine_short_p99`: wait of short prompts among long ones; peer: on an idle engine. `…_in_burst`: one of them, and what it
   would wait without class budgets.
 - `engine_aborts`: time of a load of which every tenth answer is stopped half-way, for as many whole answers; peer: nothing
@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from perilune.bench import engine_loads as loads
+from perilune.bench import engine_prefix
 from perilune.bench.engine_driver import model_of
-from perilune.bench.engine_tiers import TierHit
 from perilune.bench.engine_waits import Waits
 from perilune.bench.harness import Case, Measurable, Row, run_suite
 from perilune.bench.kimi_linear import import_peer
@@ -73,7 +73,6 @@ class Aimed:
 def cases(model_name: str, device: str) -> Iterator[Measurable]:
     """All rows."""
     model = model_of(model_name, device)
-    prefix, suffix = (loads.CONTEXT, 512) if device == "cpu" else (65536, 1024)
     length = 512 if device == "cpu" else 4096
     for batch in BATCHES:
         yield Case(
@@ -85,22 +84,7 @@ def cases(model_name: str, device: str) -> Iterator[Measurable]:
         name="engine_together_b8", shape=f"{model_name}, prompts of 20 to 62 tokens", peer="a pass for each",
         make=lambda: (loads.together(model, one_pass=True), loads.together(model, one_pass=False)),
     )  # fmt: skip
-    shape = f"{model_name}, {prefix} + {suffix} tokens"
-    for name, beside, peer, target in (
-        ("hit", "state", "the bare model behind a state at hand", 1 / 1.15),
-        ("alone", "alone", f"a prompt of {suffix} tokens", None),
-        ("cold", "pass", "the bare model in one pass", None),
-    ):
-        case = Case(
-            name=f"engine_ttft_{name}", shape=shape, peer=peer,
-            make=lambda beside=beside: loads.first_token(model, prefix, suffix, beside),
-        )  # fmt: skip
-        yield Aimed(case=case, target_ratio=target)
-    for name in ("host", "disk"):
-        yield TierHit(
-            model=model, prefix=prefix, suffix=suffix, disk=name == "disk", goal=1 / 1.5, name=f"engine_ttft_{name}",
-            shape=shape,
-        )  # fmt: skip
+    yield from engine_prefix.rows(model_name, device, engine_prefix.CPU if device == "cpu" else engine_prefix.GPU)
     yield Waits(model=model, context=loads.CONTEXT, goal=0.5)
     yield Case(
         name="engine_short_in_burst", shape=f"{model_name}, 60 tokens behind 4 × 3000",
@@ -139,7 +123,7 @@ def _beside_transformers(device: str) -> Iterator[Measurable]:
 def run(
     device: str = "cpu",
     budget_seconds: float | None = None,
-    model: str = "nano",
+    model: str = "",
     *,
     results: Path | None = None,
     on_row: Callable[[Row], None] | None = None,
@@ -147,7 +131,7 @@ def run(
     """Measure the rows; see `bench.kernels.run`.
 
     Args:
-        model: a preset.
+        model: a preset; "" = nano on a CPU, mini on a GPU.
 
     Raises:
         ConfigError: unknown device or preset.

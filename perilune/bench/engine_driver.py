@@ -10,6 +10,7 @@ import torch
 
 from perilune.config.presets import preset
 from perilune.model import Transformer, init_weights
+from perilune.model.cast import compute_in
 from perilune.serve.cache import HybridCache, RootKey, TokenChain
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
 from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass
@@ -20,9 +21,9 @@ ONE_CLASS = (ServiceClass(name="all", up_to=2**62),)
 @lru_cache(maxsize=1)
 def model_of(name: str, device: str) -> Transformer:
     """A preset with random weights, in the dtype that its device serves in."""
-    model = init_weights(Transformer(preset(name)), 0).to(device).eval()
-    model.compute_dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return model
+    with torch.device(device):
+        model = init_weights(Transformer(preset(name)), 0, device=device).eval()
+    return compute_in(model, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def random_ids(model: Transformer, count: int, seed: int = 0) -> list[int]:
@@ -32,7 +33,7 @@ def random_ids(model: Transformer, count: int, seed: int = 0) -> list[int]:
 
 def pages_of(model: Transformer, tokens: int, sequences: int) -> int:
     """Pages for so many tokens of so many sequences, twice over."""
-    geometry = pool_geometry(model.cfg, model.compute_dtype)
+    geometry = pool_geometry(model.cfg, model.compute_dtype, device=model.device)
     return 2 * geometry.pages_for(tokens) + sequences * (4 * geometry.groups + 2) + 8
 
 
@@ -45,15 +46,17 @@ class Driver:
         limits: of the scheduler.
 
     Attributes:
+        scores: what the last token drawn by each sequence of the latest step that drew was drawn from, `[Z]`.
         spoke: when each sequence drew its first token, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, model: Transformer, pages: int, limits: Limits) -> None:
-        self.geometry = pool_geometry(model.cfg, model.compute_dtype)
+        self.geometry = pool_geometry(model.cfg, model.compute_dtype, device=model.device)
         self.cache = HybridCache(self.geometry, pages)
         self.scheduler = Scheduler(self.cache, limits)
         self.pool = PagePool(model.cfg, self.geometry, pages, model.compute_dtype, model.device)
         self.runner = ModelRunner(model, self.pool, model.cfg.vocab_size)
+        self.scores: dict[str, torch.Tensor] = {}
         self.spoke: dict[str, float] = {}
         self._names = itertools.count()
 
@@ -76,6 +79,7 @@ class Driver:
         for stage in range(len(plan.stages)):
             logits = self.runner.run(plan, stage).logits
             if logits:
+                self.scores = logits
                 drawn |= zip(logits, torch.stack(list(logits.values())).argmax(-1).tolist())
             now = time.perf_counter()
             self.scheduler.took(plan, stage, now - since)

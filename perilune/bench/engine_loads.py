@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from perilune.bench.engine_driver import ONE_CLASS, Driver, pages_of, random_ids
-from perilune.bench.engine_tiers import behind_state
 from perilune.bench.kimi_linear import SHAPE, pair
 from perilune.bench.kimi_linear import random_ids as random_prompts
 from perilune.config.presets import preset
@@ -45,38 +44,6 @@ def decode(model: Transformer, batch: int, length: int) -> tuple[Callable[[], An
         logits[:, -1].argmax(-1).tolist()
 
     return bench.step, bare
-
-
-def first_token(model: Transformer, prefix: int, suffix: int, beside: str) -> tuple[Callable[[], Any], Callable]:
-    """First token of prefix and suffix, beside that of "state", the suffix behind a state at hand; "alone", the suffix as a
-    prompt; "pass", all of it in one pass and nothing cached for us either."""
-    limits = Limits(step_tokens=512, chunk=512, classes=ONE_CLASS)
-    bench = Driver(model, pages_of(model, 4 * (prefix + suffix), 8), limits)
-    base, seeds = random_ids(model, prefix), itertools.count(1)
-
-    def first(ids: list[int]) -> None:
-        sequence = bench.add(ids)
-        bench.until_first_token(sequence)
-        bench.end(sequence)
-
-    @torch.inference_mode()
-    def whole() -> None:
-        ids = torch.tensor([random_ids(model, prefix + suffix, next(seeds))], device=model.device)
-        logits = model(ids, model.new_state(1, capacity=prefix + suffix), logits="last").logits_BTZ
-        assert logits is not None
-        logits[0, -1].argmax().item()
-
-    if beside == "pass":
-        return lambda: first(random_ids(model, prefix + suffix, next(seeds))), whole
-    first(base)
-
-    def hit() -> None:
-        first(base + random_ids(model, suffix, next(seeds)))
-
-    if beside == "alone":
-        return hit, lambda: first(random_ids(model, suffix, next(seeds)))
-    behind = behind_state(model, base, suffix)
-    return hit, lambda: behind(random_ids(model, suffix, next(seeds)))
 
 
 def burst_of(model: Transformer, budgets: bool) -> Callable[[], Any]:

@@ -33,7 +33,7 @@ class BenchFlags:
         url: serve only: a server that runs already; empty = one with random weights is started, and the same with a part
             switched off as the peer.
         api_key: serve only: of that server.
-        preset: engine and serve only: of the model with random weights.
+        preset: engine and serve only: of the model with random weights; empty = nano on a CPU, mini on a GPU.
         requests: serve only: of a trace.
         rate: serve only: arrivals a second.
         concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
@@ -54,7 +54,7 @@ class BenchFlags:
     trace: tuple[str, ...] = ("all",)
     url: str = ""
     api_key: str = ""
-    preset: str = "nano"
+    preset: str = ""
     requests: int = 32
     rate: float = 2.0
     concurrency: int = 0
@@ -103,7 +103,8 @@ def _serve(flags: BenchFlags, results: Path, on_row: Callable[[Row], None]) -> l
     load = serve.LoadPlan(
         requests=flags.requests, rate=flags.rate, concurrency=flags.concurrency, seed=flags.seed
     )  # fmt: skip
-    plan = ServerPlan(preset=flags.preset, dtype="bf16" if flags.device == "cuda" else "fp32", threads=flags.threads)
+    preset = flags.preset or ("mini" if flags.device == "cuda" else "nano")
+    plan = ServerPlan(preset=preset, dtype="bf16" if flags.device == "cuda" else "fp32", threads=flags.threads)
     rows = serve.run(
         flags.device, flags.budget or None, scenarios, load, plan, url=flags.url.rstrip("/"), key=flags.api_key,
         results=results, details=flags.plots, on_row=on_row,

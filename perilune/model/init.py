@@ -19,36 +19,42 @@ from perilune.model.transformer import Transformer
 
 def _decay_bias(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     low, high = math.log(1e-3), math.log(1e-1)
-    dt = torch.exp(low + (high - low) * torch.rand(shape, generator=generator)).clamp(min=1e-4)
+    uniform = torch.rand(shape, generator=generator, device=generator.device)
+    dt = torch.exp(low + (high - low) * uniform).clamp(min=1e-4)
     return dt + torch.log(-torch.expm1(-dt))
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, seed: int = 0) -> Transformer:
+def init_weights(model: Transformer, seed: int = 0, *, device: torch.device | str = "cpu") -> Transformer:
     """Fill the parameters in order of their names from one generator, so a weight depends on the seed and the config only.
 
     Args:
-        model: a model on the CPU or a GPU; values are drawn on the CPU.
+        model: a model on the CPU or a GPU.
         seed: of the generator.
+        device: where values are drawn. A GPU draws other values than a CPU, and much faster.
 
     Returns:
         The same model.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def empty(shape: torch.Size) -> torch.Tensor:
+        return torch.empty(shape, device=generator.device)
+
     for name, parameter in sorted(model.named_parameters()):
         leaf = name.rsplit(".", 1)[-1]
         if leaf == "dt_bias":
             value = _decay_bias(parameter.shape, generator)
         elif leaf in ("A_log", "query"):
-            value = torch.zeros(parameter.shape)
+            value = empty(parameter.shape).zero_()
         elif leaf == "qkv_conv":
             bound = parameter.shape[-1] ** -0.5
-            value = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            value = empty(parameter.shape).uniform_(-bound, bound, generator=generator)
         elif name == "mm_projector.post_norm.weight":
-            value = torch.full(parameter.shape, model.cfg.init_range)
+            value = empty(parameter.shape).fill_(model.cfg.init_range)
         elif parameter.dim() == 1:
-            value = torch.ones(parameter.shape)
+            value = empty(parameter.shape).fill_(1.0)
         else:
-            value = torch.empty(parameter.shape).normal_(0.0, model.cfg.init_range, generator=generator)
+            value = empty(parameter.shape).normal_(0.0, model.cfg.init_range, generator=generator)
         parameter.copy_(value)
     return model

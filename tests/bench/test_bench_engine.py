@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from perilune.bench import engine, engine_loads, engine_waits
+from perilune.bench import engine, engine_loads, engine_prefix, engine_waits
 from perilune.bench.engine_driver import model_of
-from perilune.bench.engine_tiers import TierHit
 from perilune.bench.harness import Case
 from perilune.errors import ConfigError
 
@@ -22,13 +21,6 @@ def test_decoding_moves_every_sequence(model):
         run()
 
 
-@pytest.mark.parametrize("beside", ["state", "alone", "pass"])
-def test_first_tokens(model, beside):
-    ours, theirs = engine_loads.first_token(model, 40, 20, beside)
-    for run in (ours, theirs, ours, theirs):  # more than once: what a call leaves behind must not fill the pool
-        run()
-
-
 @pytest.mark.parametrize("stops", [False, True])
 def test_loads(model, stops):
     for run in (engine_loads.load(model, stops=stops, answers=6), engine_loads.together(model, one_pass=stops)):
@@ -40,11 +32,18 @@ def test_scheduling(model):
     engine_loads.scheduler_step(40)()
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_hits_come_back_from_tiers(model, disk):
-    """That they are hits is asserted by the row itself."""
-    row = TierHit(model=model, prefix=700, suffix=20, disk=disk, goal=0.5, name="n", shape="s").measure("cpu", 1)
-    assert row.samples == 7 and row.extra["brought_back_ms"] > 0 and row.extra["target_ratio"] == 0.5
+def test_first_tokens_behind_a_prefix(monkeypatch):
+    """That they are hits is asserted by the rows themselves."""
+    monkeypatch.setattr(engine_prefix, "SECONDS", 0.0)
+    sizes = engine_prefix.Sizes(prefix=700, suffix=20, chunk=100, peer_chunk=700, cold=2)
+    rows = {case.name: case.measure("cpu", 1) for case in engine_prefix.rows("tiny", "cpu", sizes)}
+    assert list(rows) == [f"engine_ttft_{kind}" for kind in ("cold", "hit", "alone", "host", "disk")]
+    assert rows["engine_ttft_cold"].samples == 2 and rows["engine_ttft_cold"].bound_ms > 0
+    assert all(row.samples == engine_prefix.LEAST for name, row in rows.items() if name != "engine_ttft_cold")
+    assert rows["engine_ttft_hit"].extra["score_difference"] < 1e-4
+    for kind in ("host", "disk"):
+        assert rows[f"engine_ttft_{kind}"].extra["brought_back_ms"] > 0
+    assert rows["engine_ttft_host"].extra["target_ratio"] == 1 / 1.5
 
 
 def test_waits_are_those_of_all_short_prompts(model, monkeypatch):

@@ -79,8 +79,9 @@ def test_bytes_leave_and_return():
     pool = filled(cfg, pool_geometry(cfg, torch.float32, unit=4), 5)
     before = pool.bytes_PR.clone()
     contents = pool.read_bytes([3, 1])
+    assert [bytes(page.buffer()) for page in contents] == [before[page].numpy().tobytes() for page in (3, 1)]
     pool.bytes_PR.zero_()
-    pool.write_bytes([0, 4], contents)
+    assert pool.write_bytes([0, 4], contents) is None
     assert torch.equal(pool.bytes_PR[[0, 4]], before[[3, 1]]) and not pool.bytes_PR[[1, 2, 3]].any()
 
 

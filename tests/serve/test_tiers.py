@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import random
+import threading
 
 import pytest
 import torch
@@ -113,6 +115,13 @@ def test_other_weights_find_nothing(tmp_path):
     other.close()
 
 
+def read(disk: DiskTier, prefix: Prefix) -> list[bytes]:
+    """Pages and states of a prefix, 100 bytes each."""
+    found = [bytearray(100) for _ in range(len(prefix.pages) + 1)]
+    assert disk.get(prefix, found[:-1], found[-1:])
+    return [bytes(content) for content in found]
+
+
 @pytest.mark.parametrize("fault", ["flipped", "cut", "missing", "foreign"])
 def test_damaged_files_are_computed_again(tmp_path, fault):
     engine = make(small(disk=tmp_path))
@@ -139,12 +148,12 @@ def test_the_disk_is_bounded_and_half_written_files_go(tmp_path):
     assert list(tmp_path.iterdir()) == []
     for number in range(8):
         names = (b"shared", bytes([number]))
-        disk.put(Prefix(bytes([number, 1]), 8, names), dict.fromkeys(names, b"p" * 100), b"s" * 100)
+        disk.put(Prefix(bytes([number, 1]), 8, names), dict.fromkeys(names, b"p" * 100), [b"s" * 100])
     assert disk.index.nbytes <= 1000 and len(disk.index) == 4
     assert len(list(tmp_path.iterdir())) == 4 + 4 + 1
     again = DiskTier(tmp_path, 1000, page_bytes=100, state_bytes=100)
     assert {prefix.digest for prefix in again.index} == {prefix.digest for prefix in disk.index}
-    assert again.get(next(iter(again.index))) == ([b"p" * 100] * 2, b"s" * 100)
+    assert read(again, next(iter(again.index))) == [b"p" * 100, b"p" * 100, b"s" * 100]
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -154,7 +163,7 @@ def test_the_disk_is_bounded_and_half_written_files_go(tmp_path):
 def test_a_disk_without_room_keeps_no_half_of_a_prefix(tmp_path, monkeypatch):
     """The states of a prefix do not fit after its pages have been written."""
     disk = DiskTier(tmp_path, 10_000, page_bytes=100, state_bytes=100)
-    disk.put(Prefix(b"first", 8, (b"shared",)), {b"shared": b"p" * 100}, b"s" * 100)
+    disk.put(Prefix(b"first", 8, (b"shared",)), {b"shared": b"p" * 100}, [b"s" * 100])
     before = sorted(tmp_path.iterdir())
     sync = os.fsync
 
@@ -166,11 +175,11 @@ def test_a_disk_without_room_keeps_no_half_of_a_prefix(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     second = Prefix(b"second", 16, (b"shared", b"own"))
     for _ in range(2):
-        disk.put(second, dict.fromkeys(second.pages, b"p" * 100), b"s" * 300)
+        disk.put(second, dict.fromkeys(second.pages, b"p" * 100), [b"s" * 300])
     assert sorted(tmp_path.iterdir()) == before and disk.refused == 2 and b"second" not in disk.index
     monkeypatch.undo()
-    disk.put(second, dict.fromkeys(second.pages, b"p" * 100), b"s" * 100)
-    assert disk.get(second) == ([b"p" * 100] * 2, b"s" * 100)
+    disk.put(second, dict.fromkeys(second.pages, b"p" * 100), [b"s" * 100])
+    assert read(disk, second) == [b"p" * 100, b"p" * 100, b"s" * 100]
 
 
 def test_deepest_counts_as_used():
@@ -182,6 +191,40 @@ def test_deepest_counts_as_used():
     assert index.deepest(chain, 3, 3) is None and index.deepest(chain, 0, 1).depth == 1
     index.add(Prefix(b"new", 1, ()))
     assert index.crowd(0.0).depth == 4, "the others were used later"
+
+
+def test_others_go_on_while_pages_are_fetched(monkeypatch):
+    """As on a GPU: the copy is waited for elsewhere. Who asks for the same prefix meanwhile waits for the same copy."""
+    engine = make(small())
+    answer, _ = ask(engine, prompt(0))
+    for seed in range(1, 5):
+        ask(engine, prompt(seed))
+    pool, go, asked = engine.core.runner.pool, threading.Event(), queue.SimpleQueue()
+    fill = pool.write_bytes
+
+    def write_later(pages, contents):
+        asked.put(len(pages))
+
+        def wait():
+            assert go.wait(20)
+            fill(pages, contents)
+
+        return wait
+
+    monkeypatch.setattr(pool, "write_bytes", write_later)
+    jobs = [engine.complete([prompt(0)], GREEDY) for _ in range(2)]
+    waiting = [threading.Thread(target=list, args=(job,)) for job in jobs]
+    for thread in waiting:
+        thread.start()
+    assert asked.get(timeout=20) > 0
+    assert ask(engine, prompt(9, 20))[0] == expected(prompt(9, 20)), "somebody else is answered"
+    go.set()
+    for thread in waiting:
+        thread.join(20)
+    assert [job.answers[0].token_ids for job in jobs] == [answer, answer]
+    assert [job.usage.cached_tokens for job in jobs] == [88, 88] and asked.empty()
+    assert engine.metrics().tiers["host_hits_total"] == 1 and engine.admin.check_invariants() == []
+    engine.close()
 
 
 def test_bytes_come_back_as_they_were():

@@ -9,7 +9,7 @@ Nothing is converted: a checkpoint is the running state, byte for byte. Which pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from perilune.errors import CapacityError, ConfigError
 from perilune.model.paged import PagedCache, PagedRecurrent, PagedRows
 from perilune.serve.cache import CacheGeometry, CopyPage, RestoreState, ZeroState, cache_geometry
 from perilune.serve.cache.plans import Operation
+from perilune.serve.tiers.memory import HostMemory, HostPage, runs
 
 GPU_ROWS = 64  # rows of a chunk of the recurrence, and tokens of a page that the attention kernels read
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -79,6 +80,8 @@ class PagePool:
                 f"no room on {device} for a cache of {pages} pages of {geometry.page_bytes} bytes; give it less memory "
                 f"({error})"
             ) from None
+        self._host = HostMemory(geometry.page_bytes, pinned=device.type == "cuda")
+        self._copies: torch.cuda.Stream | None = None  # to the pool, beside what runs
         rows = self.bytes_PR.view(pages, geometry.attention_layers, geometry.row_bytes)
         self._rows = rows
         attention = [kind for kind in cfg.layer_mixers if kind in ("mla", "softmax")]
@@ -130,12 +133,50 @@ class PagePool:
         for source, target in zip(sources, targets, strict=True):
             self.bytes_PR[target].copy_(self.bytes_PR[source])
 
-    def read_bytes(self, pages: Sequence[int]) -> list[bytes]:
-        """Contents of pages."""
-        return [page.numpy().tobytes() for page in self.bytes_PR[list(pages)].cpu()] if pages else []
+    def host_pages(self, count: int) -> list[HostPage]:
+        """Memory of the host for so many pages, of any contents."""
+        return self._host.take(count)
 
-    def write_bytes(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put what `read_bytes` gave into pages."""
-        for page, content in zip(pages, contents, strict=True):
-            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            self.bytes_PR[page].copy_(source)
+    def read_bytes(self, pages: Sequence[int]) -> list[HostPage]:
+        """Copy pages to the host. From a GPU the copies are left to it, behind what it was asked for so far."""
+        places = self._host.take(len(pages))
+        for page, block, place, count in runs(pages, places):
+            source, target = self.bytes_PR[page : page + count], self._host.blocks[block][place : place + count]
+            target.copy_(source, non_blocking=True)
+        if places and self.bytes_PR.is_cuda:
+            ready = torch.cuda.Event(blocking=True)
+            ready.record()
+            for place in places:
+                place.ready = ready
+        return places
+
+    def write_bytes(self, pages: Sequence[int], contents: Sequence[HostPage]) -> Callable[[], None] | None:
+        """Copy pages of the host into the pool.
+
+        Returns:
+            None if it is done; else, from a GPU that goes on beside it, what waits for it and may do so on any thread.
+        """
+        if not self.bytes_PR.is_cuda:
+            self._fill(pages, contents)
+            return None
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.bytes_PR.device)
+        self._copies.wait_stream(torch.cuda.current_stream(self.bytes_PR.device))  # what read these pages last
+        for ready in {content.ready for content in contents} - {None}:
+            self._copies.wait_event(ready)
+        with torch.cuda.stream(self._copies):
+            self._fill(pages, contents)
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+
+        def wait() -> None:
+            done.synchronize()
+            kept.clear()
+
+        kept = list(contents)  # their places are nobody else's until then
+        return wait
+
+    def _fill(self, pages: Sequence[int], contents: Sequence[HostPage]) -> None:
+        for page, block, place, count in runs(pages, contents):
+            source = self._host.blocks[block][place : place + count]
+            self.bytes_PR[page : page + count].copy_(source, non_blocking=True)

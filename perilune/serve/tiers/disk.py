@@ -17,10 +17,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import IO, Any
 
 from perilune.errors import ConfigError
 from perilune.serve.tiers.index import Prefix, TierIndex
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"perilune tier 1\n"
 PAGE, STATE, PART = ".tokens", ".state", ".part"
+READERS = 8  # threads: reading is copying, and then as much work again for the checksum
+
+Content = bytes | bytearray | memoryview
 
 
 class DiskTier:
@@ -52,6 +56,7 @@ class DiskTier:
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
         self.index = TierIndex(limit, page_bytes, state_bytes)
         self._lock = threading.RLock()
+        self._readers = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "perilune-disk-reader")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._find()
@@ -65,7 +70,8 @@ class DiskTier:
         pages = {bytes.fromhex(path.stem) for path in self.folder.glob(f"*{PAGE}")}
         states = sorted(self.folder.glob(f"*{STATE}"), key=lambda path: path.stat().st_mtime)
         for path in states:
-            header = _header(path)
+            with path.open("rb") as file:
+                header = _header(file)
             names = tuple(bytes.fromhex(name) for name in header["pages"]) if header else ()
             if header is None or not pages.issuperset(names):
                 path.unlink(missing_ok=True)
@@ -76,7 +82,7 @@ class DiskTier:
                 self._path(name, PAGE).unlink(missing_ok=True)
         self._make_room()
 
-    def put(self, prefix: Prefix, pages: Mapping[bytes, bytes], state: bytes) -> None:
+    def put(self, prefix: Prefix, pages: Mapping[bytes, Content], state: Sequence[Content]) -> None:
         """Write a prefix; `pages` holds at least those that are not here. A disk without room drops it."""
         with self._lock:
             if prefix.digest in self.index or not self.index.fits(prefix):
@@ -84,7 +90,7 @@ class DiskTier:
             try:
                 for name in prefix.pages:
                     if not self.index.has_page(name):
-                        self._write(name, PAGE, pages[name], {})
+                        self._write(name, PAGE, (pages[name],), {})
                 about = {"depth": prefix.depth, "pages": [name.hex() for name in prefix.pages]}
                 self._write(prefix.digest, STATE, state, about)
             except OSError as error:
@@ -102,21 +108,28 @@ class DiskTier:
             if not self.index.has_page(name):
                 self._path(name, PAGE).unlink(missing_ok=True)
 
-    def get(self, prefix: Prefix) -> tuple[list[bytes], bytes] | None:
-        """Contents of a prefix, or None if it is not here as it was written."""
+    def get(self, prefix: Prefix, pages: Sequence[Content], state: Sequence[Content]) -> bool:
+        """Read a prefix.
+
+        Args:
+            prefix: what it is.
+            pages: where to, for each of its pages; writable.
+            state: where to, for the contents of its states, one behind the other.
+
+        Returns:
+            False: it is not here as it was written, and has been dropped.
+        """
         with self._lock:
             if prefix.digest not in self.index:
-                return None
-            state = self._read(prefix.digest, STATE, self._state_bytes)
-            pages = [self._read(name, PAGE, self._page_bytes) for name in prefix.pages]
-            whole = [page for page in pages if page is not None]
-            if state is None or len(whole) < len(pages):
+                return False
+            names = [(prefix.digest, STATE, state), *((name, PAGE, (page,)) for name, page in zip(prefix.pages, pages))]
+            if not all(list(self._readers.map(self._read, *zip(*names)))):
                 self.damaged += 1
                 self._drop(prefix.digest)
-                return None
+                return False
             with contextlib.suppress(OSError):
                 os.utime(self._path(prefix.digest, STATE))
-            return whole, state
+            return True
 
     def deepest(self, digests, above: int, up_to: int) -> Prefix | None:
         """See `TierIndex.deepest`."""
@@ -127,6 +140,10 @@ class DiskTier:
         """See `TierIndex.lease`."""
         with self._lock:
             self.index.lease(session, digests, time() + seconds, time())
+
+    def close(self) -> None:
+        """End its threads."""
+        self._readers.shutdown()
 
     def _make_room(self) -> None:
         while (last := self.index.crowd(time())) is not None:
@@ -141,14 +158,18 @@ class DiskTier:
     def _path(self, name: bytes, kind: str) -> Path:
         return self.folder / (name.hex() + kind)
 
-    def _write(self, name: bytes, kind: str, content: bytes, about: dict[str, Any]) -> None:
+    def _write(self, name: bytes, kind: str, contents: Iterable[Content], about: dict[str, Any]) -> None:
         path = self._path(name, kind)
         part = path.with_name(path.name + PART)
-        header = json.dumps({"sha256": hashlib.sha256(content).hexdigest()} | about)
+        hasher = hashlib.sha256()
+        for content in contents:
+            hasher.update(content)
+        header = json.dumps({"sha256": hasher.hexdigest()} | about)
         try:
             with part.open("wb") as file:
                 file.write(MAGIC + header.encode() + b"\n")
-                file.write(content)
+                for content in contents:
+                    file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
@@ -156,25 +177,27 @@ class DiskTier:
             part.unlink(missing_ok=True)
             raise
 
-    def _read(self, name: bytes, kind: str, size: int) -> bytes | None:
-        path = self._path(name, kind)
-        header = _header(path)
-        if header is None:
-            return None
+    def _read(self, name: bytes, kind: str, contents: Iterable[Content]) -> bool:
+        """Whether a file is as it was written; what it holds is then in `contents`."""
+        hasher = hashlib.sha256()
         try:
-            content = path.read_bytes()[-size:] if size else b""
+            with self._path(name, kind).open("rb") as file:
+                header = _header(file)
+                for content in contents:
+                    if file.readinto(content) != len(content):
+                        return False
+                    hasher.update(content)
         except OSError:
-            return None
-        return content if hashlib.sha256(content).hexdigest() == header["sha256"] else None
+            return False
+        return header is not None and hasher.hexdigest() == header["sha256"]
 
 
-def _header(path: Path) -> dict[str, Any] | None:
+def _header(file: IO[bytes]) -> dict[str, Any] | None:
     """The second line of a file, or None if the file is none of ours."""
     try:
-        with path.open("rb") as file:
-            if file.readline() != MAGIC:
-                return None
-            header = json.loads(file.readline())
+        if file.readline() != MAGIC:
+            return None
+        header = json.loads(file.readline())
     except (OSError, ValueError):
         return None
     return header if isinstance(header, dict) and "sha256" in header else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
+from typing import Any
 
 from perilune.serve.tiers.index import Prefix, TierIndex
 
@@ -23,20 +24,20 @@ class HostTier:
         limit: int,
         page_bytes: int,
         state_bytes: int,
-        spill: Callable[[Prefix, Mapping[bytes, bytes], bytes], None] | None = None,
+        spill: Callable[[Prefix, Mapping[bytes, Any], Sequence[Any]], None] | None = None,
     ) -> None:
         self.index = TierIndex(limit, page_bytes, state_bytes)
-        self._pages: dict[bytes, bytes] = {}
-        self._states: dict[bytes, bytes] = {}
+        self._pages: dict[bytes, Any] = {}
+        self._states: dict[bytes, Sequence[Any]] = {}
         self._spill = spill
 
-    def put(self, prefix: Prefix, pages: Mapping[bytes, bytes], state: bytes) -> None:
+    def put(self, prefix: Prefix, pages: Mapping[bytes, Any], state: Sequence[Any]) -> None:
         """Take a prefix in.
 
         Args:
             prefix: what it is; nothing happens if it is here, or could never fit.
-            pages: contents of those of its pages that are not here yet.
-            state: contents of its states.
+            pages: contents of those of its pages that are not here yet, as the pool gave them.
+            state: contents of the pages of its states.
         """
         if prefix.digest in self.index or not self.index.fits(prefix):
             return
@@ -46,8 +47,8 @@ class HostTier:
         while (last := self.index.crowd(monotonic())) is not None:
             self._leave(last)
 
-    def get(self, prefix: Prefix) -> tuple[list[bytes], bytes]:
-        """Contents of a prefix that is here: its pages in order, its states."""
+    def get(self, prefix: Prefix) -> tuple[list[Any], Sequence[Any]]:
+        """Contents of a prefix that is here: its pages in order, those of its states."""
         return [self._pages[name] for name in prefix.pages], self._states[prefix.digest]
 
     def spill_all(self) -> None:

@@ -3,36 +3,42 @@
 Nothing is written while the pool has room (report §5.3.2). When it gives up the states of a prefix, these go to the host
 together with the pages of its tokens, those that are there already excepted. A request that arrives is looked up in pool,
 host and disk; what lies deeper in a tier than in the pool is brought back before the request is queued, and then it is a hit
-like any other. So a tier never changes which tokens a hit may skip, only how many.
+like any other. So a tier never changes which tokens a hit may skip, only how many. While files are read, or a GPU fetches
+pages beside what it computes, other requests go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from perilune.serve.cache import HybridCache, TokenChain
 from perilune.serve.cache.admission import hit_pages
+from perilune.serve.cache.receive import Incoming
 from perilune.serve.cache.trie import Node, ancestors
 from perilune.serve.tiers.disk import DiskTier
 from perilune.serve.tiers.host import HostTier
 from perilune.serve.tiers.index import Prefix
 
-Contents = tuple[Sequence[bytes], bytes]
+Contents = tuple[Sequence[Any], Sequence[Any]]  # of the pages of a prefix, and of those of its states
 
 
 class PageAccess(Protocol):
-    """Bytes of the pool's pages."""
+    """Bytes of the pool's pages. What it gives as contents is its own business, but for `buffer`."""
 
-    def read_bytes(self, pages: Sequence[int]) -> list[bytes]:
+    def host_pages(self, count: int) -> Sequence[Any]:
+        """Room for the contents of so many pages; each has a method `buffer`, where they are."""
+        ...
+
+    def read_bytes(self, pages: Sequence[int]) -> Sequence[Any]:
         """Contents of pages."""
         ...
 
-    def write_bytes(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Put contents into pages."""
+    def write_bytes(self, pages: Sequence[int], contents: Sequence[Any]) -> Callable[[], None] | None:
+        """Put contents into pages; returns None if they are there, else what waits for them."""
         ...
 
 
@@ -69,9 +75,11 @@ class Tiers:
         self.counts = TierCounts()
         self._cache, self._pages, self._disk = cache, pages, disk
         self._files = ThreadPoolExecutor(1, "perilune-disk") if disk is not None else None
+        self._waits: ThreadPoolExecutor | None = None
         spill = self._spill if disk is not None else None
         self._host = HostTier(host_bytes, shape.page_bytes, shape.groups * shape.page_bytes, spill)
         self._arrivals = 0
+        self._coming: dict[bytes, list[Callable[[], None]]] = {}  # what goes on once a prefix has come back
         cache.store.on_evict = self._write_back
 
     def _write_back(self, node: Node) -> None:
@@ -84,22 +92,30 @@ class Tiers:
         ends = [*range(size, node.depth, size), node.depth]
         prefix = Prefix(node.digest, node.depth, tuple(digests[end] for end in ends))
         table = hit_pages(node, self._cache.geometry).table
+        if not self._host.index.fits(prefix):
+            return
         missing = [index for index, name in enumerate(prefix.pages) if not self._host.index.has_page(name)]
         contents = self._pages.read_bytes([table[index] for index in missing])
-        state = b"".join(self._pages.read_bytes(checkpoint.pages))
+        state = self._pages.read_bytes(checkpoint.pages)
         self._host.put(prefix, {prefix.pages[index]: content for index, content in zip(missing, contents)}, state)
         self.counts.written_back += 1
 
-    def _spill(self, prefix: Prefix, pages, state: bytes) -> None:
+    def _spill(self, prefix: Prefix, pages: Mapping[bytes, Any], state: Sequence[Any]) -> None:
         assert self._files is not None and self._disk is not None, "there is a disk to spill to"
-        self._files.submit(self._disk.put, prefix, pages, state)
+        disk = self._disk
+
+        def write() -> None:
+            contents = {name: page.buffer() for name, page in pages.items() if not disk.index.has_page(name)}
+            disk.put(prefix, contents, [page.buffer() for page in state])
+
+        self._files.submit(write)
 
     def prefetch(self, chain: TokenChain, then: Callable[[], None], post: Callable[[Callable[[], None]], None]) -> None:
         """Bring back what a prompt could skip, then go on.
 
         Args:
             chain: of the prompt.
-            then: called at once, or, if files have to be read first, later on the engine's thread.
+            then: called at once, or, if files have to be read or pages fetched first, later on the engine's thread.
             post: leaves a command for the engine's thread, from another one.
         """
         unit = self._cache.geometry.unit
@@ -109,44 +125,82 @@ class Tiers:
         far = None
         if self._disk is not None:
             far = self._disk.deepest(chain.digests, near.depth // unit if near else above, up_to)
-        if far is None or self._files is None or self._disk is None:
-            if near is not None and self._restore(chain, near, self._host.get(near)):
-                self.counts.host_hits += 1
+        prefix = far or near
+        if prefix is None:
             then()
-            return
-        disk = self._disk
+        elif prefix.digest in self._coming:  # another request has asked for it
+            self._coming[prefix.digest].append(then)
+        else:
+            self._coming[prefix.digest] = [then]
+            if far is not None:
+                self._read(chain, far, post)
+            else:
+                self._restore(chain, prefix, self._host.get(prefix), "host_hits", post)
 
-        def arrive(contents: Contents | None) -> None:
-            if contents is not None and self._restore(chain, far, contents):
-                self.counts.disk_hits += 1
+    def _go_on(self, prefix: Prefix) -> None:
+        """Those that waited for a prefix do so no more."""
+        for then in self._coming.pop(prefix.digest):
             then()
+
+    def _read(self, chain: TokenChain, prefix: Prefix, post: Callable[[Callable[[], None]], None]) -> None:
+        """Bring back a prefix from the disk."""
+        assert self._files is not None and self._disk is not None, "there is a disk to read from"
+        disk, groups = self._disk, self._cache.geometry.groups
 
         def read() -> None:
-            contents = disk.get(far)
-            post(lambda: arrive(contents))
+            pages = self._pages.host_pages(len(prefix.pages) + groups)
+            buffers = [page.buffer() for page in pages]
+            whole = disk.get(prefix, buffers[groups:], buffers[:groups])
+            contents = pages[groups:], pages[:groups]
+            post(
+                lambda: self._restore(chain, prefix, contents, "disk_hits", post) if whole else self._go_on(prefix)
+            )  # fmt: skip
 
         self._files.submit(read)
 
-    def _restore(self, chain: TokenChain, prefix: Prefix, contents: Contents) -> bool:
-        """Put a prefix into the pool, as an engine would that was sent it."""
-        shape = self._cache.geometry
+    def _restore(
+        self, chain: TokenChain, prefix: Prefix, contents: Contents, kind: str, post: Callable[[Callable[[], None]], None]
+    ) -> None:  # fmt: skip
+        """Put a prefix into the pool, as an engine would that was sent it; `kind` is counted if it was needed there."""
+        incoming = self._receive(chain, prefix)
+        if incoming is None:
+            self._go_on(prefix)
+            return
+        pages, state = contents
+        first = incoming.start // self._cache.geometry.page_tokens
+        new = pages[first : first + len(incoming.pages)]
+        wait = self._pages.write_bytes([*incoming.pages, *incoming.state], [*new, *state])
+
+        def arrive() -> None:
+            for part in sorted(incoming.parts):
+                self._cache.arrived(incoming.name, part)
+            setattr(self.counts, kind, getattr(self.counts, kind) + 1)
+            self._go_on(prefix)
+
+        if wait is None:
+            arrive()
+            return
+        if self._waits is None:
+            self._waits = ThreadPoolExecutor(1, "perilune-fetch")
+
+        def fetch() -> None:
+            wait()
+            post(arrive)
+
+        self._waits.submit(fetch)
+
+    def _receive(self, chain: TokenChain, prefix: Prefix) -> Incoming | None:
+        """Pages of the pool for a prefix; None if it is there already, or there is no room."""
         resume = self._cache.match(chain).resume
         if resume >= prefix.depth:  # somebody else computed it meanwhile
-            return False
+            return None
         self._arrivals += 1
         incoming = self._cache.receive(f"tier {self._arrivals}", chain, prefix.depth)
         if incoming is None:
             self.counts.no_room += 1
-            return False
-        pages, state = contents
-        first = incoming.start // shape.page_tokens
-        self._pages.write_bytes(incoming.pages, pages[first : first + len(incoming.pages)])
-        size = shape.page_bytes
-        self._pages.write_bytes(incoming.state, [state[at : at + size] for at in range(0, len(state), size)])
-        for part in sorted(incoming.parts):
-            self._cache.arrived(incoming.name, part)
+            return None
         self.counts.tokens += prefix.depth - resume
-        return True
+        return incoming
 
     def lease(self, session: str, chain: TokenChain, seconds: float) -> None:
         """Keep the prefixes of a session's conversation longer than others."""
@@ -176,3 +230,7 @@ class Tiers:
                 self._write_back(node)
             self._host.spill_all()
             self._files.shutdown(wait=True)
+        if self._disk is not None:
+            self._disk.close()
+        if self._waits is not None:
+            self._waits.shutdown(wait=True)
