@@ -50,15 +50,15 @@ class StepLedger:
         assert tokens >= 1 and lease.last_step != step, f"request {request!r}: {tokens} tokens, or twice in step {step}"
         assert not lease.broken, f"request {request!r} was in a step that failed; release it and admit it again"
         start, end = lease.scheduled, lease.scheduled + tokens
-        missing = shape.pages_for(end) - len(lease.pages)
-        if missing > 0:
+        if end > len(lease.pages) * shape.page_tokens:
+            missing = shape.pages_for(end) - len(lease.pages)
             if not self.store.make_room(missing):
                 return None
             fresh = self.store.take_tokens(missing)
             lease.pages.extend(fresh)
             lease.held.update(fresh)
         exports, found = (), ()
-        if end // shape.unit > start // shape.unit:  # most steps of decoding end in the unit in which they begin
+        if end % shape.unit < tokens:  # a unit ends in it; most steps of decoding end in the unit in which they begin
             exports, found = self._plan_exports(lease, start, end)
         record = ChunkRecord(lease, start, end, exports, found, first=not lease.last_step)
         self.under_way[-1].records.append(record)

@@ -15,16 +15,18 @@ class Row(NamedTuple):
     Attributes:
         sequence: whose tokens.
         chunk: which tokens, where their pages are, what to do before (copies, zeros) and what to write (exports).
-        draws: whether the chunk ends with the last known token, so that the next one is drawn.
+        draws: whether the chunk ends with the sequence's last token, so that the next one is drawn.
+        awaits: whether its one token is being drawn by the step before, and known to the device only.
     """
 
     sequence: Sequence
     chunk: Chunk
     draws: bool
+    awaits: bool = False
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to compute."""
+        """The tokens to compute; none if it is awaited."""
         return self.sequence.ids[self.chunk.start : self.chunk.end]
 
 

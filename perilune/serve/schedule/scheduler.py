@@ -6,12 +6,14 @@ a row of it is under way: the cache then frees its pages when that step has fini
 one that came last starts again later: what it computed is in the cache, so that little is computed twice.
 
 A step's work here is proportional to its rows and its new tokens, not to the lengths of the sequences. Several steps may be
-under way: a prompt's next chunk can be planned before the last one has finished, a draw cannot.
+under way: a prompt's next chunk can be planned before the last one has finished, and so can, with `ahead`, the token behind
+one that is being drawn.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perilune.errors import CapacityError, ConfigError
@@ -58,6 +60,7 @@ class Scheduler:
     Args:
         cache: gives and takes pages; nobody else admits requests to it.
         limits: see `Limits`.
+        ahead: whether a row may be planned for a token that a step under way is drawing.
 
     Attributes:
         running: admitted sequences, in the order of admission.
@@ -66,10 +69,12 @@ class Scheduler:
         steps: planned so far.
         refused: sequences that the pool could never hold, with the reason; whoever calls `plan` takes them out.
         pace: of the classes with a cap, see `pace`; whoever runs the steps tells it how long they took.
+        crowded: the last plan lacked a page or a slot that a sequence of a step under way could give up.
     """
 
-    def __init__(self, cache: HybridCache, limits: Limits) -> None:
-        self.cache, self.limits = cache, limits
+    def __init__(self, cache: HybridCache, limits: Limits, *, ahead: bool = False) -> None:
+        self.cache, self.limits, self.ahead = cache, limits, ahead
+        self.crowded = False
         self.running: dict[str, Sequence] = {}
         self.refused: list[tuple[Sequence, CapacityError]] = []
         self.preempted = self.steps = 0
@@ -121,6 +126,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it starts again from what of it is in the cache, when there is room."""
+        assert not sequence.pending, f"{sequence} is in a step under way"
         self._stop(sequence)
         self.preempted += 1
         sequence.preemptions += 1
@@ -134,6 +140,7 @@ class Scheduler:
         """The next step; None if nothing can be computed now."""
         step = self.cache.begin_step()
         self._planned.clear()
+        self.crowded = False
         self._make_way()
         decode = self._plan_decoding(step)
         prefill = []
@@ -183,8 +190,12 @@ class Scheduler:
             self.cache.finish_step(step)
 
     def _plan_decoding(self, step: int) -> list[Row]:
-        """One token for each sequence that has only its last one left."""
-        ready = [s for s in self.running.values() if s.scheduled == len(s.ids) - 1 and s.scheduled >= s.prompt]
+        """One token for each sequence that has only its last one left, known or being drawn."""
+        ahead, ready = self.ahead, []
+        for s in self.running.values():
+            tokens = len(s.ids) + s.pending
+            if s.scheduled == tokens - 1 >= s.prompt and not (s.pending and (not ahead or tokens >= s.longest)):
+                ready.append(s)
         ready.sort(key=importance)
         rows: list[Row] = []
         for sequence in ready[: self.limits.step_tokens]:
@@ -203,22 +214,37 @@ class Scheduler:
 
     def _movable(self) -> list[Sequence]:
         """Running sequences that no step, neither one under way nor this one, has a row of."""
-        busy = self._planned.union(*({row.sequence.name for row in plan.rows} for plan in self._under_way))
+        busy = self._planned | self._busy()
         return [sequence for sequence in self.running.values() if sequence.name not in busy]
+
+    def _busy(self) -> set[str]:
+        """Sequences that steps under way have rows of."""
+        return {row.sequence.name for plan in self._under_way for row in plan.rows}
 
     def _victim(self, wanting: Sequence) -> Sequence | None:
         """The least important sequence that can make room for `wanting`, and is not more important."""
         others = [sequence for sequence in self._movable() if sequence is not wanting]
         worst = max(others, key=importance, default=None)
-        return worst if worst is not None and importance(worst) > importance(wanting) else None
+        if worst is not None and importance(worst) > importance(wanting):
+            return worst
+        self._note_crowded(lambda other: importance(other) > importance(wanting))
+        return None
+
+    def _note_crowded(self, outranked: Callable[[Sequence], bool]) -> None:
+        """Nobody could make room; perhaps somebody can when the steps under way are settled."""
+        busy = self._busy()
+        self.crowded = self.crowded or any(name in busy and outranked(other) for name, other in self.running.items())
 
     def _extend(self, step: int, sequence: Sequence, tokens: int) -> Row | None:
         chunk = self.cache.extend(step, sequence.name, tokens)
         if chunk is None:
             return None
-        sequence.scheduled = chunk.end
+        end, known = chunk.end, len(sequence.ids)
+        sequence.scheduled = end
         self._planned.add(sequence.name)
-        return Row(sequence, chunk, chunk.end == len(sequence.ids))
+        draws = end >= known
+        sequence.pending += draws
+        return Row(sequence, chunk, draws, end > known)
 
     def _plan_prompts(self, step: int, budget: int) -> list[Row]:
         """Chunks of prompts: each class's own share, then what is left, the most important class first; classes with a cap
@@ -333,6 +359,8 @@ class Scheduler:
     def _outranked(self, sequence: Sequence) -> Sequence | None:
         """A running sequence of a worse priority number that can start again for a waiting one."""
         others = [other for other in self._movable() if other.priority > sequence.priority]
+        if not others:
+            self._note_crowded(lambda other: other.priority > sequence.priority)
         return max(others, key=importance, default=None)
 
     # ---- results
@@ -351,6 +379,7 @@ class Scheduler:
                 continue
             sequence.computed = row.chunk.end
             if row.draws:
+                sequence.pending -= 1
                 sequence.append(drawn[sequence.name])
                 if sequence.followers:
                     self._free_followers(sequence)

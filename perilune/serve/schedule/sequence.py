@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from sys import maxsize
 from typing import Any
 
 from perilune.serve.cache import TokenChain
@@ -19,6 +20,7 @@ class Sequence:
         chain: digests of the prompt; drawn tokens are added unit by unit.
         turn_ends: tokens before the end of each message, as the renderer gives them.
         priority: lower goes first, and is preempted last.
+        longest: tokens at which it ends for certain, whatever is drawn; None = nobody knows.
         content: what an engine hangs on it; not looked at here.
 
     Attributes:
@@ -26,6 +28,7 @@ class Sequence:
         prompt: tokens of the prompt.
         scheduled: tokens in chunks of steps, finished or under way, since it was last admitted.
         computed: the same for finished steps.
+        pending: tokens that steps under way draw for it, 0 or 1; their ids are not known yet.
         resume: tokens that its first admission skipped; None before it.
         known: tokens of the prompt whose pages were cached then.
         order: number of its arrival.
@@ -37,8 +40,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "chain", "computed", "content", "extends_chain", "followers", "ids", "kind", "known", "name", "order",
-        "preemptions", "priority", "prompt", "resume", "scheduled", "state", "turn_ends",
+        "chain", "computed", "content", "extends_chain", "followers", "ids", "kind", "known", "longest", "name", "order",
+        "pending", "preemptions", "priority", "prompt", "resume", "scheduled", "state", "turn_ends",
     )  # fmt: skip
 
     def __init__(
@@ -50,13 +53,15 @@ class Sequence:
         turn_ends: Items[int] = (),
         priority: int = 0,
         extends_chain: bool = True,
+        longest: int | None = None,
         content: Any = None,
     ) -> None:
         self.name, self.ids, self.chain = name, list(ids), chain
         self.prompt = len(self.ids)
         self.turn_ends, self.priority, self.content = list(turn_ends), priority, content
         self.extends_chain = extends_chain
-        self.scheduled = self.computed = self.order = self.kind = self.preemptions = 0
+        self.longest = maxsize if longest is None else longest
+        self.scheduled = self.computed = self.pending = self.order = self.kind = self.preemptions = 0
         self.resume: int | None = None
         self.known = 0
         self.state = NEW

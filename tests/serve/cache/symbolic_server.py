@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from dataclasses import dataclass
 
 from symbolic_engine import SHAPE, Mismatch, SymbolicEngine
 
@@ -50,27 +51,42 @@ class SymbolicPages:
             self._memory.memory[page] = list(self._contents[int.from_bytes(content)])
 
 
+@dataclass
+class Flight:
+    """A step between its planning and its end, and what the device has drawn in it once it has run."""
+
+    plan: Plan
+    version: int
+    drawn: dict[str, int] | None = None
+
+
 class SymbolicServer:
     """Random things done to a scheduler. Each public method is one operation and draws from `self.random`.
+
+    The device runs steps in their order, some time after they were planned; the host hears of it later still.
 
     Args:
         seed: of everything random.
         retention, pages, eviction: of the cache.
-        grid: of the scheduler.
+        grid, ahead: of the scheduler.
     """
 
     def __init__(
-        self, seed: int, retention: str = "turns+second-hit", pages: int = 60, eviction: str = "work", grid: int = 0
-    ) -> None:
+        self, seed: int, retention: str = "turns+second-hit", pages: int = 60, eviction: str = "work", grid: int = 0,
+        ahead: bool = False,
+    ) -> None:  # fmt: skip
         self.random = random.Random(seed)
         self.cache = HybridCache(SHAPE, pages, Retention.parse(retention), eviction)
         limits = Limits(sequences=self.random.choice((2, 5, 8)), step_tokens=20, chunk=14, grid=grid, classes=CLASSES)
-        self.scheduler = Scheduler(self.cache, limits)
+        self.scheduler = Scheduler(self.cache, limits, ahead=ahead)
         self.memory = SymbolicEngine(pages)
         self.tiers = Tiers(self.cache, SymbolicPages(self.memory), self.random.choice((0, 6000, 40000)))
-        self.under_way: deque[tuple[Plan, int]] = deque()
+        self.under_way: deque[Flight] = deque()
+        self.last: dict[str, int] = {}  # what the step that ran last has drawn, as the device knows it
+        self.answers: list[tuple[Sequence, list[int]]] = []  # complete ones
         self.alive: dict[str, Sequence] = {}
         self.wanted: dict[str, int] = {}
+        self.longest: dict[str, int | None] = {}
         self.states: dict[str, list[int]] = {}
         self.broken: set[str] = set()  # whose running state is unknown
         self.pins: list[Pin] = []
@@ -91,9 +107,11 @@ class SymbolicServer:
         self.count += 1
         ends = sorted(self.random.sample(range(len(ids) + 1), min(2, len(ids))))
         chain = TokenChain(RootKey(model="m", weights=self.version), SHAPE.unit, ids)
-        sequence = Sequence(f"s{self.count}", ids, chain, turn_ends=ends, priority=priority)
+        wanted = self.random.randint(1, 12)
+        longest = self.random.choice((None, len(ids) + wanted))  # ends by a stop that nobody foresees, or by its length
+        sequence = Sequence(f"s{self.count}", ids, chain, turn_ends=ends, priority=priority, longest=longest)
         self.alive[sequence.name] = sequence
-        self.wanted[sequence.name] = self.random.randint(1, 12)
+        self.wanted[sequence.name], self.longest[sequence.name] = wanted, longest
         return sequence
 
     def submit(self) -> None:
@@ -114,24 +132,30 @@ class SymbolicServer:
         if not self.alive:
             return
         sequence = self.alive.pop(self.random.choice(sorted(self.alive)))
-        busy = any(row.sequence is sequence for plan, _ in self.under_way for row in plan.rows)
+        busy = sequence.name in self._busy()
         self.seen["aborted under way" if busy else f"aborted {sequence.state}"] += 1
         self.scheduler.end(sequence)
 
     def preempt(self) -> None:
         """A running sequence starts again, as if its pages had been needed."""
-        busy = {row.sequence.name for plan, _ in self.under_way for row in plan.rows}
-        idle = [s for s in self.scheduler.running.values() if s.name not in busy]
+        idle = [s for s in self.scheduler.running.values() if s.name not in self._busy()]
         if idle:
             self.scheduler.preempt(self.random.choice(idle))
             self.seen["preempted"] += 1
 
+    def _busy(self) -> set[str]:
+        return {row.sequence.name for flight in self.under_way for row in flight.plan.rows}
+
     # ---- steps
 
     def plan(self) -> None:
-        """Another step, while at most two others are under way."""
+        """Another step, while at most one other is under way."""
         if len(self.under_way) >= 2:
             return
+        if self.scheduler.crowded:  # somebody can make room once nothing is under way
+            self.seen["crowded"] += bool(self.under_way)
+            while self.under_way:
+                self.settle()
         before = self.scheduler.preempted
         plan = self.scheduler.plan()
         self.seen["preempted for a page"] += self.scheduler.preempted - before
@@ -143,7 +167,7 @@ class SymbolicServer:
             self.seen["nothing to plan"] += 1
             return
         self._check_plan(plan)
-        self.under_way.append((plan, self.version))
+        self.under_way.append(Flight(plan, self.version))
 
     def _check_plan(self, plan: Plan) -> None:
         limits = self.scheduler.limits
@@ -154,19 +178,25 @@ class SymbolicServer:
             raise Mismatch(f"{plan.tokens} tokens in a step of {limits.step_tokens}")
         for row in plan.rows:
             chunk, sequence = row.chunk, row.sequence
-            if row.draws != (chunk.end == len(sequence.ids)) or chunk.end > len(sequence.ids):
+            known = len(sequence.ids)
+            if row.draws != (chunk.end >= known) or chunk.end > known + row.awaits:
                 raise Mismatch(f"{sequence}: tokens {chunk.start} to {chunk.end}, draws {row.draws}")
-            if limits.grid and chunk.end % limits.grid and chunk.end != len(sequence.ids):
+            longest = self.longest[sequence.name] or LONGEST + 12
+            if row.awaits and (not self.scheduler.ahead or chunk.start != known or chunk.end >= longest):
+                raise Mismatch(f"{sequence}: awaits token {chunk.start}")
+            self.seen["awaited"] += row.awaits
+            if limits.grid and chunk.end % limits.grid and chunk.end < known:
                 raise Mismatch(f"{sequence}: a chunk ends at {chunk.end}, off the grid")
             self.seen["hit"] += bool(chunk.operations) and chunk.start > 0
             self.seen["mixed step"] += bool(plan.decode and plan.prefill)
         self.seen["overlapping steps"] += bool(self.under_way)
 
     def execute(self) -> None:
-        """The oldest step runs, and its tokens are drawn from what the pages hold."""
-        if not self.under_way:
+        """The device runs the oldest step that has not run; its tokens are drawn from what the pages hold."""
+        flight = next((flight for flight in self.under_way if flight.drawn is None), None)
+        if flight is None:
             return
-        plan, version = self.under_way.popleft()
+        plan, version = flight.plan, flight.version
         drawn: dict[str, int] = {}
         for row in plan.rows:
             sequence, chunk = row.sequence, row.chunk
@@ -175,7 +205,10 @@ class SymbolicServer:
                 self.memory.spoil(chunk)  # it was stopped, and its row was not run to the end
                 self.broken.add(sequence.name)
                 continue
-            states = truth(sequence.ids[: chunk.end], version)
+            ids = [*sequence.ids, self.last[sequence.name]] if row.awaits else sequence.ids
+            if row.awaits and len(sequence.ids) == chunk.end and sequence.ids[-1] != ids[-1]:
+                raise Mismatch(f"{sequence}: the host was told {sequence.ids[-1]}, the device drew {ids[-1]}")
+            states = truth(ids[: chunk.end], version)
             self.memory.run(chunk, states)
             if row.draws:
                 state = self.memory.memory[chunk.state[0]][0]
@@ -184,8 +217,18 @@ class SymbolicServer:
                     raise Mismatch(f"{sequence} says {drawn[sequence.name]}")
         for row in plan.rows:
             drawn.setdefault(row.sequence.name, 0)
-        self.scheduler.finish(plan, drawn)
-        self._end_complete(plan)
+        flight.drawn = self.last = drawn
+
+    def settle(self) -> None:
+        """The host reads what the oldest step has drawn."""
+        if not self.under_way:
+            return
+        if self.under_way[0].drawn is None:
+            self.execute()
+        flight = self.under_way.popleft()
+        self.seen["heard late"] += any(later.drawn is not None for later in self.under_way)
+        self.scheduler.finish(flight.plan, flight.drawn)
+        self._end_complete(flight.plan)
 
     def _end_complete(self, plan: Plan) -> None:
         for row in plan.rows:
@@ -194,7 +237,9 @@ class SymbolicServer:
                 self.scheduler.end(sequence)
                 del self.alive[sequence.name]
                 self.seen["complete"] += 1
+                self.seen["complete under way"] += sequence.name in self._busy()
                 self._check_answer(sequence)
+                self.answers.append((sequence, list(sequence.ids)))
                 if len(self.texts) < 40:
                     self.texts.append(list(sequence.ids))
                 else:
@@ -211,14 +256,14 @@ class SymbolicServer:
         """The oldest step dies half-way; its sequences end, all others go on."""
         if not self.under_way:
             return
-        plan, _ = self.under_way.popleft()
+        plan = self.under_way.popleft().plan
         for row in plan.rows:
             self.memory.spoil(row.chunk)
             self.broken.add(row.sequence.name)
         for sequence in self.scheduler.fail(plan):
             self.alive.pop(sequence.name, None)
-        for later, _ in self.under_way:  # what they planned on it is lost as well; they are still run, to no effect
-            for row in later.rows:
+        for later in self.under_way:  # what they planned on it is lost as well; they are still run, to no effect
+            for row in later.plan.rows:
                 self.seen["planned on a failed step"] += row.sequence.state == "ended"
         self.seen["failed"] += 1
 
@@ -266,7 +311,7 @@ class SymbolicServer:
     def new_weights(self) -> None:
         """Other weights: what runs starts again, what waits is renamed, nothing old is a hit."""
         while self.under_way:
-            self.execute()
+            self.settle()
         self.version += 1
         for sequence in list(self.scheduler.running.values()):
             self.scheduler.preempt(sequence)
@@ -290,7 +335,8 @@ class SymbolicServer:
 
     OPERATIONS = (
         ("plan", 34),
-        ("execute", 34),
+        ("execute", 20),
+        ("settle", 34),
         ("submit", 16),
         ("abort", 4),
         ("preempt", 3),
@@ -316,7 +362,10 @@ class SymbolicServer:
             if not self.alive and not self.under_way:
                 break
             self.plan()
-            self.execute()
+            self.settle()
+        for sequence, ids in self.answers:
+            if sequence.ids != ids:
+                raise Mismatch(f"{sequence} went on behind its end")
         if self.alive or not self.scheduler.idle:
             raise Mismatch(f"{len(self.alive)} requests are never answered: {list(self.alive.values())[:4]}")
         self.check()

@@ -12,25 +12,32 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from symbolic_server import SymbolicPages, SymbolicServer
 
 from perilune.serve.cache import HybridCache
+from perilune.serve.cache.steps import StepLedger
 from perilune.serve.schedule import Scheduler, Sequence
+from perilune.serve.schedule.sequence import ENDED
 from perilune.serve.tiers import Tiers
 
-# Pools from roomy to hardly larger than one request; several policies; with and without a grid.
+# Pools from roomy to hardly larger than one request; several policies; with and without a grid; with and without rows for
+# tokens that are being drawn.
 SETTINGS = (
-    ("turns+second-hit", 90, "work", 0),
-    ("turns+second-hit", 30, "work", 0),
-    ("dense", 60, "work", 4),
-    ("tail", 40, "recency", 0),
-    ("interval:8+second-hit", 24, "work", 0),
-    ("turns", 26, "work", 8),
+    ("turns+second-hit", 90, "work", 0, True),
+    ("turns+second-hit", 30, "work", 0, False),
+    ("dense", 60, "work", 4, True),
+    ("tail", 40, "recency", 0, False),
+    ("interval:8+second-hit", 24, "work", 0, True),
+    ("turns", 26, "work", 8, False),
+    ("turns+second-hit", 30, "work", 0, True),
+    ("turns+second-hit", 90, "work", 0, False),
 )
+AHEAD = [setting for setting in SETTINGS if setting[-1]]
 MUST_HAPPEN = (
     "hit", "complete", "follower", "preempted", "preempted for a page", "mixed step", "overlapping steps", "failed", "pin",
     "transfer", "written back", "host hit", "new weights", "aborted under way", "aborted waiting", "aborted running", "nothing to plan",
+    "awaited", "heard late", "complete under way", "crowded", "planned on a failed step",
 )  # fmt: skip
 
 
-def drive(seed: int, operations: int, setting: tuple[str, int, str, int]) -> Counter[str]:
+def drive(seed: int, operations: int, setting: tuple[str, int, str, int, bool]) -> Counter[str]:
     """One server from empty to drained; returns what happened."""
     server = SymbolicServer(seed, *setting)
     for number in range(operations):
@@ -47,7 +54,7 @@ def drive(seed: int, operations: int, setting: tuple[str, int, str, int]) -> Cou
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_million_operations_give_the_models_own_answers(count):
-    operations, seen, each = count(full=1_000_000, reduced=12_000), Counter(), 2000
+    operations, seen, each = count(full=1_000_000, reduced=16_000), Counter(), 2000
     for seed in range(operations // each):
         seen += drive(seed, each, SETTINGS[seed % len(SETTINGS)])
     assert not [name for name in MUST_HAPPEN if not seen[name]], f"this has proven nothing about some cases: {seen}"
@@ -58,7 +65,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.server = SymbolicServer(0, pages=30)
+        self.server = SymbolicServer(0, pages=30, ahead=True)
 
     @rule(
         choices=st.randoms(use_true_random=False),
@@ -69,7 +76,8 @@ class ServerMachine(RuleBasedStateMachine):
                 "plan",
                 "plan",
                 "execute",
-                "execute",
+                "settle",
+                "settle",
                 "abort",
                 "preempt",
                 "pin",
@@ -197,6 +205,86 @@ def bring_back_half(patch):
     )
 
 
+# ---- faults of planning ahead, with a row of a sequence under way when it ends
+
+
+def publish_what_is_under_way(patch):
+    """With each step that ends, what the one behind it will write."""
+    real = StepLedger.settle
+
+    def settle(self, number, kept, *, failed):
+        real(self, number, kept, failed=failed)
+        for step in self.under_way:
+            for record in step.records:
+                if record.lease.publishing and not record.lease.released:
+                    self.publisher.commit(record, record.end)
+                    record.exports, record.found = (), ()
+
+    patch.setattr(StepLedger, "settle", settle)
+
+
+def free_behind_the_oldest_step(patch):
+    """As if no step could be under way but one."""
+
+    def release(self, lease):
+        lease.released = True
+        if self.under_way:
+            self.under_way[0].closing.append(lease)
+        else:
+            self.close(lease)
+
+    patch.setattr(StepLedger, "release", release)
+
+
+def say_the_extra_token(patch):
+    real = Scheduler.finish
+
+    def finish(self, plan, drawn):
+        for row in plan.rows:
+            if row.sequence.state == ENDED and row.draws:
+                row.sequence.append(drawn[row.sequence.name])
+        real(self, plan, drawn)
+
+    patch.setattr(Scheduler, "finish", finish)
+
+
+def publish_the_extra_token(patch):
+    """What a row computes whose sequence has ended meanwhile."""
+
+    def release(self, lease):
+        for step in self.under_way:
+            if step.number == lease.last_step:
+                step.closing.append(lease)
+                return
+        self.close(lease)
+
+    patch.setattr(StepLedger, "release", release)
+
+
+def plan_beyond_the_length(patch):
+    real = Scheduler.plan
+
+    def plan(self):
+        for sequence in self.running.values():
+            sequence.longest += 10
+        return real(self)
+
+    patch.setattr(Scheduler, "plan", plan)
+
+
+def await_twice(patch):
+    """A row for a token whose predecessor is not known either."""
+    real = Scheduler._extend
+
+    def extend(self, step, sequence, tokens):
+        row = real(self, step, sequence, tokens)
+        if row and row.awaits:
+            sequence.pending = 1
+        return row
+
+    patch.setattr(Scheduler, "_extend", extend)
+
+
 OF_THE_CACHE = (
     "resume at token depth", "no copy-on-write", "no zeroing", "publish at schedule", "free before fence",
     "first node's page", "restore in place", "siblings survive", "failed steps published", "checkpoint overwritten",
@@ -213,14 +301,33 @@ OF_THE_SCHEDULER = {
     "written back too late": write_back_late,
     "half a prefix brought back": bring_back_half,
 }
+OF_PLANNING_AHEAD = {
+    "published while under way": publish_what_is_under_way,
+    "freed behind the oldest step": free_behind_the_oldest_step,
+    "extra token said": say_the_extra_token,
+    "extra token published": publish_the_extra_token,
+    "planned beyond the length": plan_beyond_the_length,
+    "awaited twice": await_twice,
+    "publish at schedule": FAULTS["publish at schedule"],
+    "free before fence": FAULTS["free before fence"],
+}
 ALL = {name: FAULTS[name] for name in OF_THE_CACHE} | OF_THE_SCHEDULER
+
+
+def is_found(monkeypatch, fault, settings) -> None:
+    """Without the invariants, which would see some of them from inside: what a request reads and says must be enough."""
+    monkeypatch.setattr(HybridCache, "check_invariants", lambda self, sample=None: None)
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(12):
+            drive(seed, 2500, settings[seed % len(settings)])
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_planted_fault_is_found(name, monkeypatch):
-    """Without the invariants, which would see some of them from inside: what a request reads and says must be enough."""
-    monkeypatch.setattr(HybridCache, "check_invariants", lambda self, sample=None: None)
-    ALL[name](monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError)):
-        for seed in range(12):
-            drive(seed, 2500, SETTINGS[seed % len(SETTINGS)])
+    is_found(monkeypatch, ALL[name], SETTINGS)
+
+
+@pytest.mark.parametrize("name", OF_PLANNING_AHEAD)
+def test_a_fault_of_planning_ahead_is_found(name, monkeypatch):
+    is_found(monkeypatch, OF_PLANNING_AHEAD[name], AHEAD)
