@@ -31,7 +31,7 @@ def explain(subject: Subject) -> Explanation:
         query.view(heads, layer.mla.qk_head_dim, -1).mul_(factors_H[:, None, None])
     values = layer.expand(*layer.latents(x_BTD))[1].detach().clone()
     before = largest(layer, x_BTD)
-    scaled = clip_(query, layer.kv_b_proj.weight, before, TAU, layer.mla)
+    scaled = int(clip_(query, layer.kv_b_proj.weight, before, TAU, layer.mla))
     after = largest(layer, x_BTD)
     moved = float((layer.expand(*layer.latents(x_BTD))[1] - values).abs().max().detach())
     return Explanation(

@@ -92,9 +92,9 @@ class KDA(nn.Module):
         if state is not None and state.marks:
             out, memory, marked = chunk_kda_states(q, k, v, g, beta, state.marks, initial_state=initial, **gate)
         else:
-            cu_seqlens = None
+            packed = {}
             if segments is not None:
-                cu_seqlens = segments.cu_seqlens
+                packed = {"cu_seqlens": segments.cu_seqlens, "cu_seqlens_cpu": segments.offsets, "plan": segments.plan}
                 q, k, v, g, beta = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v, g, beta))
             out, memory = chunk_kda(
                 q,
@@ -104,7 +104,7 @@ class KDA(nn.Module):
                 beta,
                 initial_state=initial,
                 output_final_state=state is not None,
-                cu_seqlens=cu_seqlens,
+                **packed,
                 **gate,
             )
         return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory, marked

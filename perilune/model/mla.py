@@ -60,8 +60,8 @@ class GatedMLA(nn.Module):
         self.register_buffer("max_logit_H", torch.zeros(heads), persistent=False)
 
     def _positions(self, batch: int, tokens: int, past: list[int] | None, device: torch.device) -> Tensor:
-        start = torch.tensor(past if past is not None else [0] * batch, device=device)
-        return start[:, None] + torch.arange(tokens, device=device)
+        index = torch.arange(tokens, device=device)
+        return index.expand(batch, -1) if past is None else torch.tensor(past, device=device)[:, None] + index
 
     def queries(self, x_BTD: Tensor, past: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Query parts `[B, T, H, nope]` and `[B, T, H, shared]`."""

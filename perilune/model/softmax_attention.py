@@ -40,8 +40,9 @@ class SoftmaxAttention(nn.Module):
         batch, tokens = x_BTD.shape[:2]
         split = (self.softmax.num_heads, self.softmax.head_dim)
         q, k, v = (proj(x_BTD).unflatten(-1, split) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        start = torch.tensor(past if past is not None else [0] * batch, device=x_BTD.device)
-        positions = start[:, None] + torch.arange(tokens, device=x_BTD.device)
+        positions = torch.arange(tokens, device=x_BTD.device).expand(batch, -1)
+        if past is not None:
+            positions = positions + torch.tensor(past, device=x_BTD.device)[:, None]
         q, k = (rope(t, positions, self.softmax.rope_theta) for t in (q, k))
         if state is None:
             out = attend(q, k, v, self.scale, segments)

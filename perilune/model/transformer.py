@@ -42,10 +42,20 @@ class ModelOutput(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """Summed cross-entropy in nats over the counted targets, and how many there were."""
+    """Summed cross-entropy in nats over the counted targets.
+
+    Attributes:
+        nats: the sum.
+        targets_BT: what was predicted, −100 = not counted.
+    """
 
     nats: Tensor
-    tokens: int
+    targets_BT: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """How many targets were counted; waits for a device that they lie on."""
+        return int((self.targets_BT != -100).sum())
 
 
 class Transformer(nn.Module):
@@ -202,7 +212,7 @@ class Transformer(nn.Module):
         """Summed cross-entropy of `targets_BT` (−100 = not counted); the logits are never held for all tokens at once."""
         h = self.norm(self.hidden(ids_BT, state, segments, images=images))
         nats = linear_cross_entropy(h.flatten(0, 1), self.lm_head.weight, targets_BT.flatten(), reduction="sum")
-        return LossOutput(nats, int((targets_BT != -100).sum()))
+        return LossOutput(nats, targets_BT)
 
     def token_nats(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ class Optimizer:
         }
         to_muon = {n: p for n, p in self.params.items() if self.treatments[n].rule == "muon"}
         cuts = {n: self.treatments[n].cuts for n in to_muon}
+        device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        # On a CUDA device the rates lie there, so that a recorded step reads those of the day.
+        self._rates_on_device = torch.zeros(2, device=device) if device.type == "cuda" else None
+        self._rates: tuple[float | Tensor, float | Tensor] = (optim.lr_muon, optim.lr_adamw)
+        if self._rates_on_device is not None:
+            self._rates = (self._rates_on_device[0], self._rates_on_device[1])
         self.muon = Muon(to_muon, cuts, momentum=optim.momentum, weight_decay=optim.weight_decay, dtype=muon_dtype)
         self.adamw = self._adamw()
 
@@ -54,8 +61,10 @@ class Optimizer:
                 groups.append({"params": members, "weight_decay": self.optim.weight_decay if decay else 0.0})
         if not groups:
             return None
-        betas = (self.optim.beta1, self.optim.beta2)
-        return torch.optim.AdamW(groups, lr=self.optim.lr_adamw, betas=betas, eps=self.optim.eps, fused=True)
+        betas, on_device = (self.optim.beta1, self.optim.beta2), self._rates_on_device is not None
+        return torch.optim.AdamW(
+            groups, lr=self._rates[1], betas=betas, eps=self.optim.eps, fused=True, capturable=on_device
+        )
 
     def rates(self, factor: float) -> tuple[float, float]:
         """Learning rates (Muon, AdamW) at the schedule's `factor`."""
@@ -63,11 +72,25 @@ class Optimizer:
 
     def step(self, factor: float) -> None:
         """Update all parameters from their gradients (a missing one counts as zero) at the schedule's `factor`."""
-        lr_muon, lr_adamw = self.rates(factor)
-        self.muon.step(lr_muon)
+        self.set_rates(factor)
+        self.apply()
+
+    def set_rates(self, factor: float) -> None:
+        """Take the learning rates at the schedule's `factor`, without waiting for the device."""
+        rates = self.rates(factor)
+        if self._rates_on_device is None:
+            self._rates = rates
+            for group in self.adamw.param_groups if self.adamw is not None else ():
+                group["lr"] = rates[1]
+        else:
+            for place, rate in zip(self._rates, rates, strict=True):
+                cast(Tensor, place).fill_(rate)
+
+    def apply(self) -> None:
+        """Update all parameters at the rates that were set last; on a CUDA device nothing waits for the host."""
+        self.muon.step(self._rates[0])
         if self.adamw is not None:
             for group in self.adamw.param_groups:
-                group["lr"] = lr_adamw
                 for param in group["params"]:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)

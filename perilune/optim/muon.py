@@ -71,8 +71,8 @@ class Muon:
         return batches
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter from its `.grad` (a missing gradient counts as zero)."""
+    def step(self, lr: float | Tensor) -> None:
+        """Update every parameter from its `.grad` (a missing gradient counts as zero); `lr` may be a number on the device."""
         if not self.params:
             return
         params = list(self.params.values())
@@ -85,12 +85,16 @@ class Muon:
         for (short, long), members in self._batches.items():
             stacked = [self._short_first(nesterov[m.param], m) for m in members]
             orthogonal = newton_schulz(torch.cat(stacked), dtype=self.dtype)
-            scale = lr * 0.2 * math.sqrt(long)
+            scale = lr * (0.2 * math.sqrt(long)) if isinstance(lr, Tensor) else lr * 0.2 * math.sqrt(long)
             start = 0
             for m in members:
                 part = orthogonal[start : start + m.cut.count]
                 start += m.cut.count
-                blocks(params[m.param], m.cut).sub_(part if m.wide else part.mT, alpha=scale)
+                part, target = part if m.wide else part.mT, blocks(params[m.param], m.cut)
+                if isinstance(scale, Tensor):
+                    target.addcmul_(part, scale, value=-1)
+                else:
+                    target.sub_(part, alpha=scale)
             assert start == orthogonal.shape[0], f"batch of {short}x{long}: {orthogonal.shape[0]} blocks, used {start}"
 
     @staticmethod

@@ -16,8 +16,14 @@ from torch import Tensor
 from perilune.config.model import MLAConfig
 
 
+def heads_over(max_logit_H: Tensor, tau: float) -> Tensor:
+    """bool `[H]`: the heads that `clip_` scales."""
+    assert tau > 0, f"tau={tau} must be above 0"
+    return max_logit_H > tau
+
+
 @torch.no_grad()
-def clip_(q_weight: Tensor, kv_b_weight: Tensor, max_logit_H: Tensor, tau: float, mla: MLAConfig) -> int:
+def clip_(q_weight: Tensor, kv_b_weight: Tensor, max_logit_H: Tensor, tau: float, mla: MLAConfig) -> Tensor:
     """Scale the projections of heads whose largest logit exceeds `tau`, in place.
 
     Args:
@@ -28,13 +34,11 @@ def clip_(q_weight: Tensor, kv_b_weight: Tensor, max_logit_H: Tensor, tau: float
         mla: head sizes.
 
     Returns:
-        Number of heads that were scaled.
+        Number of heads that were scaled, on their device.
     """
-    assert tau > 0, f"tau={tau} must be above 0"
-    over_H = max_logit_H > tau
-    count = int(over_H.sum())
-    if count == 0:
-        return 0
+    over_H = heads_over(max_logit_H, tau)
+    if over_H.is_cpu and not over_H.any():  # on a device the answer would be waited for; a factor of 1 changes nothing
+        return over_H.sum()
     gamma_H = torch.where(over_H, tau / max_logit_H, torch.ones_like(max_logit_H))
     root_H11 = gamma_H.sqrt().to(q_weight.dtype)[:, None, None]
     nope = mla.qk_nope_head_dim
@@ -42,4 +46,4 @@ def clip_(q_weight: Tensor, kv_b_weight: Tensor, max_logit_H: Tensor, tau: float
     query[:, :nope].mul_(root_H11)
     query[:, nope:].mul_(gamma_H.to(q_weight.dtype)[:, None, None])
     kv_b_weight.view(mla.num_heads, nope + mla.v_head_dim, -1)[:, :nope].mul_(root_H11)
-    return count
+    return over_H.sum()

@@ -10,7 +10,8 @@ forward passes counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from perilune.data.loader import Batch
 from perilune.model.mla import GatedMLA
 from perilune.model.transformer import LossOutput, Transformer
+from perilune.ops.moe import Balancer
 from perilune.ops.segments import Segments
 from perilune.optim.build import Optimizer
-from perilune.optim.qk_clip import clip_
+from perilune.optim.qk_clip import clip_, heads_over
 from perilune.train.nonfinite import DivergedError, first_bad, first_bad_activation
 
 
@@ -58,22 +60,129 @@ def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
 def batch_loss(model: Transformer, micro: Batch) -> LossOutput:
     """Forward pass of a micro-batch, images included."""
     device = model.device
-    segments = Segments.from_starts(micro.starts_BT.to(device))
+    segments = Segments.from_starts(micro.starts_BT)
     images = micro.image_batch()
     return model.loss(
         micro.ids_BT.to(device),
         micro.targets_BT.to(device),
-        segments,
+        None if segments is None else segments.to(device),
         images=None if images is None else images.to(device),
     )
 
 
-def _stop(model: Transformer, loss: float, micro: Batch) -> DivergedError:
-    """The error for a loss that is not finite: the first bad weight, else the first bad activation."""
-    where = first_bad(model.state_dict().items())
-    if where is None:
-        where = first_bad_activation(model, lambda: batch_loss(model, micro))
-    return DivergedError(f"the loss is {loss}; first tensor that is not finite: {where or 'the loss itself'}")
+def valid_targets(micro_batches: Sequence[Batch]) -> int:
+    """Targets of a step that count; at least one."""
+    valid = sum(int((micro.targets_BT != -100).sum()) for micro in micro_batches)
+    assert valid > 0, "the step has no valid target"
+    return valid
+
+
+class Step:
+    """The parts of an optimizer step, in this order: `begin`, `accumulate` for each micro-batch, `measure`, then on the host
+    `read` and `check`, then `update`. On a CUDA device only `read` waits, so the others can be recorded.
+
+    Args:
+        model: in training mode.
+        optimizer: over the model's parameters.
+        grad_clip: largest global norm; 0 = off.
+        qk_clip: largest pre-softmax logit of an MLA head; 0 = off.
+    """
+
+    def __init__(
+        self, model: Transformer, optimizer: Optimizer, *, grad_clip: float = 1.0, qk_clip: float = 100.0
+    ) -> None:
+        self.model, self.optimizer, self.grad_clip, self.qk_clip = model, optimizer, grad_clip, qk_clip
+        self.moe, self.mla = model.moe_layers(), mla_layers(model)
+        self._nats: Tensor | None = None
+        self._norm = torch.zeros(())
+
+    def begin(self) -> None:
+        """Forget the last step's counts."""
+        for layer in self.moe:
+            cast(Tensor, layer.counts_E).zero_()
+        for _, mixer in self.mla:
+            mixer.track_max_logit = self.qk_clip > 0
+            mixer.max_logit_H.fill_(-torch.inf)
+        self._nats = None
+
+    def accumulate(self, loss: LossOutput, valid: int | Tensor) -> None:
+        """Add a micro-batch's share of the mean over the step's `valid` targets, and its gradients."""
+        share = loss.nats / valid
+        share.backward()
+        share = share.detach().double()
+        self._nats = share if self._nats is None else self._nats + share
+
+    def measure(self) -> Tensor:
+        """What the host wants to know, float64 `[4 + L * E]`: loss, gradient norm, heads to be clipped, largest logit, loads."""
+        assert self._nats is not None, "no micro-batch was seen"
+        grads = [p.grad for p in self.optimizer.params.values() if p.grad is not None]
+        self._norm = torch.nn.utils.get_total_norm(grads)
+        found = [self._nats, self._norm]
+        if self.mla and self.qk_clip:
+            logits = torch.cat([mixer.max_logit_H for _, mixer in self.mla])
+            found += [heads_over(logits, self.qk_clip).sum(), logits.max()]
+        else:
+            found += [torch.zeros_like(self._nats)] * 2
+        numbers = torch.stack([x.double() for x in found])
+        return torch.cat([numbers, *(cast(Tensor, layer.counts_E).double() for layer in self.moe)])
+
+    def read(self, measured: Tensor, valid: int) -> StepResult:
+        """The result, once the device has come that far."""
+        loss, norm, clipped, top = (numbers := measured.cpu())[:4].tolist()
+        counts_LE = (
+            numbers[4:].to(torch.int64).view(len(self.moe), -1) if self.moe else torch.zeros(0, 0, dtype=torch.int64)
+        )
+        return StepResult(loss, valid, norm, counts_LE, int(clipped), top if self.mla and self.qk_clip else None)
+
+    def check(self, result: StepResult, micro_batches: Sequence[Batch]) -> None:
+        """Give the step up if its loss or gradient is not finite.
+
+        Raises:
+            DivergedError: it is not; says where that began. Weights, momenta and biases are as before the step.
+        """
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+            return
+        error = self._diverged(result, micro_batches)
+        self.optimizer.zero_grad()
+        for layer in self.moe:
+            layer.balancer.reset()
+        raise error
+
+    def _diverged(self, result: StepResult, micro_batches: Sequence[Batch]) -> DivergedError:
+        model = self.model
+        if math.isfinite(result.loss):
+            where = first_bad((f"gradient of {name}", p.grad) for name, p in self.optimizer.params.items())
+            where = where or "none: the sum of squares overflowed"
+            return DivergedError(f"the gradient norm is {result.grad_norm}; first tensor that is not finite: {where}")
+        where = first_bad(model.state_dict().items())
+        for micro in micro_batches if where is None else ():
+            where = where or first_bad_activation(model, lambda micro=micro: batch_loss(model, micro))
+        return DivergedError(
+            f"the loss is {result.loss}; first tensor that is not finite: {where or 'the loss itself'}"
+        )
+
+    @torch.no_grad()
+    def update(self, move_weights: Callable[[], None]) -> None:
+        """Clip the gradients, move the weights, clip the attention's, move the routers' biases."""
+        if self.grad_clip:
+            self._clip_gradients()
+        move_weights()
+        self.optimizer.zero_grad()
+        for _, mixer in self.mla if self.qk_clip else ():
+            query = mixer.q_proj if mixer.mla.q_lora_rank is None else mixer.q_b_proj
+            clip_(query.weight, mixer.kv_b_proj.weight, mixer.max_logit_H, self.qk_clip, mixer.mla)
+        biases = [layer.router.bias for layer in self.moe]
+        for bias_E, new_E in zip(
+            biases, Balancer.update_all([layer.balancer for layer in self.moe], biases), strict=True
+        ):
+            bias_E.copy_(new_E)
+
+    def _clip_gradients(self) -> None:
+        grads = [p.grad for p in self.optimizer.params.values() if p.grad is not None]
+        if not self._norm.is_cpu:
+            torch._foreach_mul_(grads, (self.grad_clip / self._norm).clamp_(max=1.0))
+        elif (norm := float(self._norm)) > self.grad_clip:
+            torch._foreach_mul_(grads, self.grad_clip / norm)
 
 
 def train_step(
@@ -98,47 +207,11 @@ def train_step(
     Raises:
         DivergedError: the loss or a gradient is not finite. Weights, momenta and biases are as before the step.
     """
-    moe, mla = model.moe_layers(), mla_layers(model)
-    counts = [cast(Tensor, layer.counts_E) for layer in moe]
-    for counts_E in counts:
-        counts_E.zero_()
-    for _, mixer in mla:
-        mixer.track_max_logit = qk_clip > 0
-        mixer.max_logit_H.fill_(-torch.inf)
-    valid = sum(int((micro.targets_BT != -100).sum()) for micro in micro_batches)
-    assert valid > 0, "the step has no valid target"
-    nats = 0.0
-    try:
-        for micro in micro_batches:
-            loss = batch_loss(model, micro).nats / valid
-            share = float(loss.detach())
-            if not torch.isfinite(loss.detach()):
-                raise _stop(model, share, micro)
-            nats += share
-            loss.backward()
-        grads = [p.grad for p in optimizer.params.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads))
-        if not norm < float("inf"):
-            where = first_bad((f"gradient of {name}", p.grad) for name, p in optimizer.params.items())
-            raise DivergedError(
-                f"the gradient norm is {norm}; first tensor that is not finite: {where or 'none: the sum of squares overflowed'}"
-            )
-    except DivergedError:
-        optimizer.zero_grad()
-        for layer in moe:
-            layer.balancer.reset()
-        raise
-    if grad_clip and norm > grad_clip:
-        torch._foreach_mul_(grads, grad_clip / norm)
-    optimizer.step(factor)
-    optimizer.zero_grad()
-    clipped = 0
-    for _, mixer in mla if qk_clip else ():
-        query = mixer.q_proj if mixer.mla.q_lora_rank is None else mixer.q_b_proj
-        clipped += clip_(query.weight, mixer.kv_b_proj.weight, mixer.max_logit_H, qk_clip, mixer.mla)
-    with torch.no_grad():
-        for layer in moe:
-            layer.router.bias.copy_(layer.balancer.update(layer.router.bias))
-    top = max((float(mixer.max_logit_H.max()) for _, mixer in mla), default=None) if qk_clip else None
-    counts_LE = torch.stack(counts).cpu() if moe else torch.zeros(0, 0, dtype=torch.int64)
-    return StepResult(nats, valid, norm, counts_LE, clipped, top)
+    step, valid = Step(model, optimizer, grad_clip=grad_clip, qk_clip=qk_clip), valid_targets(micro_batches)
+    step.begin()
+    for micro in micro_batches:
+        step.accumulate(batch_loss(model, micro), valid)
+    result = step.read(step.measure(), valid)
+    step.check(result, micro_batches)
+    step.update(lambda: optimizer.step(factor))
+    return result

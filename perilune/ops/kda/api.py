@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from perilune.ops.kda.chunked import chunked
 from perilune.ops.kda.gpu import support as gpu
 from perilune.ops.kda.native import native, native_recurrent, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.gpu.plan import Plan
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
@@ -73,6 +77,7 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
     chunk_size: int | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over whole sequences, differentiable (report §2.1.1, Eq. 1; `reference` is its definition).
 
@@ -95,6 +100,8 @@ def chunk_kda(
         cu_seqlens_cpu: the same on the CPU; given, nothing is copied from the device.
         chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device. The
             GPU kernels work in 64.
+        plan: the chunks of these sequences in tables that the caller refills (`gpu.padded_plan`), for the kernels of a GPU:
+            a CUDA graph then serves other boundaries too. No initial or final state.
 
     Returns:
         `(o [B, T, HV, V] in q's dtype, final state or None)`.
@@ -123,6 +130,7 @@ def chunk_kda(
         lower_bound=lower_bound,
         state_v_first=_layout(state_v_first, transpose_state_layout),
         cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+        plan=plan,
     )
     return run(args, chunk_size)
 
@@ -195,12 +203,14 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
 def run(args: Arguments, chunk_size: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Run a checked call by the implementation that `choose` takes."""
     implementation = choose(args).implementation
-    if implementation == "native" and chunk_size is None:
+    if implementation == "native" and chunk_size is None and args.plan is None:
         return native(args)
     if implementation == "triton" and chunk_size in (None, 64):
         from perilune.ops.kda.gpu.autograd import kda_gpu
 
         return kda_gpu(args)
+    if args.plan is not None:
+        raise ConfigError(f"plan= is for the kernels of a GPU, not for this call ({choose(args).reason}); leave it out")
     if implementation == "reference":
         o, state = recurrent_reference(args)
     else:

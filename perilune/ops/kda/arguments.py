@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.kda.gate import compute_dtype, fused_kda_gate
+
+if TYPE_CHECKING:
+    from perilune.ops.kda.gpu.plan import Plan
 
 L2_EPS = 1e-6  # added to the sum of squares, not to their mean (architecture: q / sqrt(sum q^2 + 1e-6))
 MAX_KEY_DIM = 256
@@ -20,7 +24,8 @@ LOWEST_BOUND = -5.0  # fifteen steps of e^-5 inside a 16-row tile stay within fl
 
 @dataclass(frozen=True)
 class Arguments:
-    """Validated arguments. `offsets` are the N+1 sequence boundaries over the flattened B*T tokens."""
+    """Validated arguments. `offsets` are the N+1 sequence boundaries over the flattened B*T tokens; with a `plan` only
+    their ends, 0 and B*T."""
 
     q: Tensor
     k: Tensor
@@ -40,6 +45,7 @@ class Arguments:
     lower_bound: float | None
     state_v_first: bool
     offsets: tuple[int, ...]
+    plan: Plan | None = None
 
     @property
     def batch(self) -> int:
@@ -111,6 +117,7 @@ def check(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    plan: Plan | None = None,
 ) -> Arguments:
     """Validate; see `perilune.ops.kda.api.chunk_kda` for the meaning of each argument.
 
@@ -151,7 +158,9 @@ def check(
         raise ConfigError(f"dt_bias has shape {tuple(dt_bias.shape)}; it must hold HV*K = {heads * key_dim} numbers")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ConfigError("allow_neg_eigval=True doubles the in-kernel sigmoid; set use_beta_sigmoid_in_kernel=True")
-    offsets = _offsets(cu_seqlens, batch, length)
+    if plan is not None and (batch != 1 or initial_state is not None or output_final_state):
+        raise ConfigError("plan= takes one row of packed sequences (B = 1) without initial and final state")
+    offsets = (0, length) if plan is not None else _offsets(cu_seqlens, batch, length)
     if initial_state is not None:
         inner = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
         shape = (len(offsets) - 1, heads, *inner)
@@ -179,6 +188,7 @@ def check(
         lower_bound=lower_bound if use_gate_in_kernel else None,
         state_v_first=state_v_first,
         offsets=offsets,
+        plan=plan,
     )
 
 

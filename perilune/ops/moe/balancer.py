@@ -19,7 +19,8 @@ bits for any split of the step's tokens over micro-batches and ranks. The only s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,11 +78,32 @@ class Balancer(ABC):
     def update(self, bias_E: Tensor) -> Tensor:
         """Return the next bias `[E]` and forget the step. Without a token seen, the bias stays as it is."""
         self._move(bias_E.device)
-        new_E = self._next(bias_E)
-        if self.ema:
-            new_E = self.ema * bias_E + (1 - self.ema) * new_E
+        new_E = self._averaged(self._next(bias_E), bias_E)
         self.reset()
         return new_E
+
+    @staticmethod
+    @torch.no_grad()
+    def update_all(balancers: Sequence[Balancer], biases: Sequence[Tensor]) -> list[Tensor]:
+        """`update` of every layer's balancer; on a CUDA device one call for all of them, where the rule has one."""
+        kind = type(balancers[0]) if balancers else None
+        if kind is not None and all(type(b) is kind for b in balancers) and all(b.is_cuda for b in biases):
+            for balancer, bias_E in zip(balancers, biases, strict=True):
+                balancer._move(bias_E.device)
+            new_LE = kind._update_together(balancers, bias_LE := torch.stack(list(biases)))
+            if new_LE is not None:
+                for balancer in balancers:
+                    balancer.reset()
+                return list(balancers[0]._averaged(new_LE, bias_LE))
+        return [balancer.update(bias_E) for balancer, bias_E in zip(balancers, biases, strict=True)]
+
+    @classmethod
+    def _update_together(cls, balancers: Sequence[Any], bias_LE: Tensor) -> Tensor | None:
+        """The next biases of all layers before averaging, `[L, E]`; None if the rule, or these balancers, have no such form."""
+        return None
+
+    def _averaged(self, new: Tensor, old: Tensor) -> Tensor:
+        return self.ema * old + (1 - self.ema) * new if self.ema else new
 
     def merge(self, other: Balancer) -> None:
         """Add what `other`, of the same rule and routed with the same bias, has seen (another shard of the step)."""
@@ -126,4 +148,4 @@ class Balancer(ABC):
 
 def centred(bias_E: Tensor) -> Tensor:
     """Subtract the mean: a common offset never changes a selection, and would otherwise drift."""
-    return bias_E - bias_E.mean()
+    return bias_E - bias_E.mean(-1, keepdim=True)

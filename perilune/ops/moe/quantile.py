@@ -7,7 +7,7 @@ balanced assignment (App. C, Alg. 1): both are oracles for one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,10 +73,10 @@ class QuantileHistogram(Balancer):
             self.count_EB, self.bias_E = self.count_EB.to(device), self.bias_E.to(device)
 
     def bounds(self, bias_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (lower edge, bin width) of the histogram under this bias, as fp32 (fp64) scalars."""
-        low = bias_E.min() - 1
+        """Return (lower edge, bin width) of the histogram under biases `[..., E]`, fp32 (fp64) `[..., 1]`."""
+        low = bias_E.amin(-1, keepdim=True) - 1
         # Divided by a tensor: by a number, torch on CUDA multiplies with a rounded inverse, and devices would disagree.
-        return low, (bias_E.max() + 1 - low) / torch.full_like(low, self.bins)
+        return low, (bias_E.amax(-1, keepdim=True) + 1 - low) / torch.full_like(low, self.bins)
 
     def _add(self, scores_NE, cutoff_N, valid_N, counts_E, bias_E) -> None:
         if self.count_EB is None:
@@ -105,22 +105,49 @@ class QuantileHistogram(Balancer):
 
     def reading(self) -> Tensor:
         """Return `[E]` fp64, each expert's quantile b^ (not centred). Needs at least one valid token."""
-        tokens = int(self.count_EB[0].sum())  # m: each token is once in every row
-        share = tokens * self.k / self.num_experts  # q = m k / n, not always an integer
-        rank = -(-tokens * self.k // self.num_experts)  # ceil(q), exactly
-        before_EB = self.count_EB.cumsum(-1, dtype=torch.int64)
-        bin_E1 = (before_EB < rank).sum(-1, keepdim=True)  # first bin whose cumulative count reaches ceil(q)
-        inside_E = self.count_EB.gather(-1, bin_E1).squeeze(-1).double()
+        return self._quantiles(self.count_EB, self.bias_E)
+
+    def _quantiles(self, count_EB: Tensor, bias_E: Tensor) -> Tensor:
+        """`reading` of any number of histograms `[..., E, B]` under biases `[..., E]`; NaN without a token."""
+        tokens = count_EB[..., 0, :].sum(-1)[..., None]  # m: each token is once in every row
+        routes = tokens * self.k
+        share = routes.double() / torch.full_like(routes, self.num_experts)  # q = m k / n, not always an integer
+        rank = torch.div(routes + self.num_experts - 1, self.num_experts, rounding_mode="floor")  # ceil(q), exactly
+        before_EB = count_EB.cumsum(-1, dtype=torch.int64)
+        bin_E1 = (before_EB < rank[..., None]).sum(-1, keepdim=True)  # first bin whose cumulative count reaches ceil(q)
+        inside_E = count_EB.gather(-1, bin_E1).squeeze(-1).double()
         below_E = before_EB.gather(-1, bin_E1).squeeze(-1).double() - inside_E
-        low, width = self.bounds(self.bias_E)
+        low, width = self.bounds(bias_E)
         fraction_E = ((share - below_E) / inside_E).clamp_(0, 1)
         return low.double() + (bin_E1.squeeze(-1) + fraction_E) * width.double()
 
     def _next(self, bias_E: Tensor) -> Tensor:
-        if self.count_EB is None or not self.count_EB.any():
+        if self.count_EB is None:
+            return bias_E.clone()
+        if bias_E.is_cuda:  # where a look at a number would be waited for
+            return self._next_on_device(self.count_EB, self.bias_E)
+        if not self.count_EB.any():
             return bias_E.clone()
         assert torch.equal(self.bias_E, bias_E), "update was given another bias than the tokens were routed with"
         return centred(self.reading()).to(bias_E.dtype)
+
+    def _next_on_device(self, count_EB: Tensor, bias_E: Tensor) -> Tensor:
+        """As `_next`, of any number of histograms, without reading a number on the host."""
+        seen = count_EB[..., 0, :].any(-1, keepdim=True)
+        return torch.where(seen, centred(self._quantiles(count_EB, bias_E)).to(bias_E.dtype), bias_E)
+
+    @classmethod
+    def _update_together(cls, balancers: Sequence[QuantileHistogram], bias_LE: Tensor) -> Tensor | None:
+        """One launch for all layers."""
+        first = balancers[0]
+        same = all(
+            (b.num_experts, b.k, b.bins, b.ema) == (first.num_experts, first.k, first.bins, first.ema)
+            for b in balancers
+        )
+        if not same or any(b.count_EB is None for b in balancers):
+            return None
+        count_LEB = torch.stack([b.count_EB for b in balancers])
+        return first._next_on_device(count_LEB, torch.stack([b.bias_E for b in balancers]))
 
     def _merge(self, other: QuantileHistogram) -> None:
         if other.count_EB is None:

@@ -35,6 +35,7 @@ class Setting:
     final: bool
     keep: bool
     offsets: tuple[int, ...]
+    plan: Plan | None = None
 
     @staticmethod
     def of(args: Arguments, keep: bool) -> Setting:
@@ -50,6 +51,7 @@ class Setting:
             final=args.output_final_state,
             keep=keep,
             offsets=args.offsets,
+            plan=args.plan,
         )
 
 
@@ -195,5 +197,7 @@ def forward(
 
 
 def planned(s: Setting, heads: int, key_dim: int, value_dim: int, device: torch.device, in_cuda: bool) -> Plan:
-    """The plan for these sequences: the fastest by what the kernels were measured to take."""
+    """The caller's plan, or for these sequences the fastest by what the kernels were measured to take."""
+    if s.plan is not None:
+        return s.plan
     return plan(s.offsets, *fastest(s.offsets, heads, value_dim, key_dim, in_cuda, units(device)), device)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,41 @@ class Plan:
         return self.units.shape[0]
 
 
-@lru_cache(maxsize=64)
+class Tables(NamedTuple):
+    """The tables of `Plan` as int32 arrays."""
+
+    chunks: np.ndarray
+    units: np.ndarray
+    sequences: np.ndarray
+
+
+def tables(offsets: tuple[int, ...], target: int) -> Tables:
+    """Cut the sequences with boundaries `offsets` into chunks and into segments of at least `target` chunks."""
+    bounds = np.asarray(offsets, dtype=np.int64)
+    begin_N, end_N = bounds[:-1], bounds[1:]
+    count_N = -(-(end_N - begin_N) // CHUNK)
+    pieces_N = np.maximum(1, count_N // target)
+    sequence, step = _ranges(count_N)
+    start = begin_N[sequence] + CHUNK * step
+    chunks = np.stack((start, np.minimum(CHUNK, end_N[sequence] - start)), 1)
+    of, piece = _ranges(pieces_N)
+    low, high = (at * count_N[of] // pieces_N[of] for at in (piece, piece + 1))
+    first_N = np.cumsum(count_N) - count_N
+    begins, ends = (np.where(piece == edge, of, -1) for edge in (0, pieces_N[of] - 1))
+    units = np.stack((first_N[of] + low, high - low, begin_N[of] + low * CHUNK, end_N[of], begins, ends), 1)
+    sequences = np.stack((np.cumsum(pieces_N) - pieces_N, pieces_N), 1)
+    return Tables(*(table.astype(np.int32) for table in (chunks, units, sequences)))
+
+
+def _ranges(count_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For range(count) of every n, one behind the other: n, and the number in its range."""
+    owner = np.repeat(np.arange(len(count_N)), count_N)
+    return owner, np.arange(len(owner)) - (np.cumsum(count_N) - count_N)[owner]
+
+
+_recorded: dict[tuple, Plan] = {}  # a recorded CUDA graph reads its tables for as long as it lives
+
+
 def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
     """Cut the sequences with boundaries `offsets` into chunks and into segments.
 
@@ -75,21 +110,17 @@ def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device
         width: see `Plan`.
         device: of the tables.
     """
-    chunks, units, sequences = [], [], []
-    for n, (begin, end) in enumerate(pairwise(offsets)):
-        count = -(-(end - begin) // CHUNK)
-        cuts = _cuts(count, target)
-        sequences.append((len(units), len(cuts) - 1))
-        base, last = len(chunks), len(cuts) - 2
-        for piece, (low, high) in enumerate(pairwise(cuts)):
-            begins, ends = (n if piece == edge else -1 for edge in (0, last))
-            units.append((base + low, high - low, begin + low * CHUNK, end, begins, ends))
-        chunks.extend((t, min(CHUNK, end - t)) for t in range(begin, end, CHUNK))
+    found = _plan(offsets, target, width, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _recorded[offsets, target, width, device] = found
+    return found
 
-    def table(rows: list[tuple[int, ...]], width: int) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(device)
 
-    return Plan(table(chunks, 2), table(units, 6), table(sequences, 2), len(units) > len(sequences), width)
+@lru_cache(maxsize=64)
+def _plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
+    found = tables(offsets, target)
+    chunks, units, sequences = (torch.from_numpy(table).to(device) for table in found)
+    return Plan(chunks, units, sequences, len(units) > len(sequences), width)
 
 
 @lru_cache(maxsize=64)
