@@ -92,7 +92,7 @@ class LocalEngine:
                 self._identity = f"{name} {fingerprint(model)}"
                 disk = DiskTier(self.settings.disk, self.settings.disk_bytes, *sizes)
             tiers = Tiers(cache, pool, self.settings.host_bytes, disk)
-        scheduler = Scheduler(cache, self.settings.limits(geometry, context_length))
+        scheduler = Scheduler(cache, self.settings.limits(geometry, context_length, model.device.type))
         self.core = EngineCore(cache, scheduler, runner, tiers)
         self.admin = Administration(self.core, self.root_key)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from perilune.errors import ConfigError
 from perilune.serve.cache import CacheGeometry, Retention
 from perilune.serve.schedule import Limits, ServiceClass, service_classes
 
+log = logging.getLogger(__name__)
+STEP_TOKENS = {
+    "cpu": 512,
+    "cuda": 4096,
+}  # a GPU runs 4096 tokens in little more time than 512, and a short step is all launches
 DETERMINISTIC_UNIT = 64  # chunks of the deterministic mode: the rows that the kernels of linear attention work in
 
 
@@ -24,8 +30,9 @@ class EngineSettings:
         retention: where states are kept, see `cache.retention`.
         eviction: "work" or "recency".
         sequences: most sequences that run at once.
-        step_tokens: most tokens of a step; a short request waits for a whole step when it arrives.
-        chunk: most tokens of one prompt in a step.
+        step_tokens: most tokens of a step; a short request waits for a whole step when it arrives. None = 512 on a CPU,
+            4096 on a GPU.
+        chunk: most tokens of one prompt in a step; None = `step_tokens`.
         classes: budgets by prompt length; None = three for the context, () = none: one queue for all.
         host_bytes: memory of the host behind the pool; 0 = what the pool evicts is lost.
         disk: folder behind that; None = nothing. It outlives the process.
@@ -43,8 +50,8 @@ class EngineSettings:
     retention: str = "turns+second-hit"
     eviction: str = "work"
     sequences: int = 64
-    step_tokens: int = 512
-    chunk: int = 512
+    step_tokens: int | None = None
+    chunk: int | None = None
     classes: tuple[ServiceClass, ...] | None = None
     host_bytes: int = 0
     disk: Path | None = None
@@ -57,21 +64,24 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value} must not be negative")
-        if self.unit is not None and self.unit < 1:
-            raise ConfigError(f"unit={self.unit} must be at least 1")
+        for name in ("unit", "step_tokens", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
 
     @property
     def hash_unit(self) -> int | None:
         """Tokens of a hash unit; None = derived from the model."""
         return DETERMINISTIC_UNIT if self.deterministic and self.unit is None else self.unit
 
-    def limits(self, geometry: CacheGeometry, context_length: int) -> Limits:
-        """Of the scheduler."""
+    def limits(self, geometry: CacheGeometry, context_length: int, device: str = "cpu") -> Limits:
+        """Of the scheduler, on a device of this type."""
+        step_tokens = self.step_tokens or STEP_TOKENS.get(device, STEP_TOKENS["cpu"])
         classes = service_classes(context_length) if self.classes is None else self.classes
         if not classes:
             classes = (ServiceClass(name="all", up_to=2**62),)
         return Limits(
-            sequences=self.sequences, step_tokens=self.step_tokens, chunk=self.chunk, classes=classes,
+            sequences=self.sequences, step_tokens=step_tokens, chunk=self.chunk or step_tokens, classes=classes,
             grid=geometry.unit if self.deterministic else 0,
         )  # fmt: skip
 
@@ -82,6 +92,10 @@ class EngineSettings:
             geometry: sizes.
             context_length: tokens that one request can have.
             free_bytes: of the device's memory; None = the CPU.
+
+        Returns:
+            Pages of `cache_bytes`, and at least so many that one request of the longest kind always finds room: with a
+            warning where that is more than was asked for, unless that was 0, "as little as possible".
         """
         wanted = self.cache_bytes
         if wanted is None:
@@ -91,4 +105,9 @@ class EngineSettings:
                 wanted = min(int(0.6 * free_bytes), 256 * whole)
         # A hit pins the pages it copies from beside its own, and a checkpoint is written while the last one is held.
         least = 2 * geometry.pages_for(context_length) + 4 * geometry.groups + 2
+        if self.cache_bytes and wanted < least * geometry.page_bytes:
+            log.warning(
+                "cache_bytes=%d is less than an answer of %d tokens and its hit need; %d are taken (a shorter context takes less)",
+                wanted, context_length, least * geometry.page_bytes,
+            )  # fmt: skip
         return max(least, wanted // geometry.page_bytes)
