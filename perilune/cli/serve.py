@@ -158,7 +158,12 @@ def serve_run(
             admin = {} if admin_url is None else {"admin_url": admin_url}
             print(json.dumps({"url": url, "model": engine.name} | admin), flush=True)
         more = "" if admin_url is None else f", admin at {admin_url}"
-        print(f"{engine.name}: chat page at {url}/, API at {url}/v1{more}; Ctrl-C stops", file=sys.stderr, flush=True)
+        now = engine.metrics()
+        pool = f"{now.pages_total * now.page_bytes / 2**20:,.0f} MiB in {now.pages_total:,} pages"
+        print(
+            f"{engine.name}: answers of up to {engine.context_length:,} tokens; cache and running requests share {pool}\n"
+            f"{engine.name}: chat page at {url}/, API at {url}/v1{more}; Ctrl-C stops", file=sys.stderr, flush=True,
+        )  # fmt: skip
 
     if log_json:
         for handler in logging.getLogger().handlers:
