@@ -218,6 +218,7 @@ class TrainConfig:
         fp32_attention_output: keep MLA's output in fp32 up to its gate (report §2.1.2).
         device: auto | cpu | cuda.
         threads: CPU threads; 0 = all cores that this process may use.
+        cuda_graphs: auto (training steps on a GPU are recorded and replayed where they can be; no number changes) | off.
         seed: of the weights, the data order and the samples.
         time_limit: seconds of training after which the run stops and saves; 0 = none.
         log_every, probe_every: steps between progress records and between probes of the model's inside (0 = end only).
@@ -237,6 +238,7 @@ class TrainConfig:
     fp32_attention_output: bool = True
     device: str = "auto"
     threads: int = 0
+    cuda_graphs: str = "auto"
     seed: int = 0
     time_limit: float = 0.0
     log_every: int = 1
@@ -247,6 +249,8 @@ class TrainConfig:
             raise ConfigError(f"precision={self.precision!r} is not known; allowed: {', '.join(PRECISIONS)}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device={self.device!r} is not known; allowed: auto, cpu, cuda")
+        if self.cuda_graphs not in ("auto", "off"):
+            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r} is not known; allowed: auto, off")
         for name in ("steps", "tokens_per_step", "microbatch_tokens", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

@@ -38,6 +38,11 @@ class Batch:
     starts_BT: Tensor
     images: tuple[tuple[PlacedImage, ...], ...] = ()
 
+    @property
+    def image_rows(self) -> int:
+        """Rows that have images."""
+        return sum(1 for own in self.images if own)
+
     def image_batch(self) -> ImageBatch | None:
         """All images packed for the model, with the flat positions of their media pads; None if there is none."""
         length = self.ids_BT.shape[1]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("perilune.train")
 
 # Settings that do not enter the computation of a step.
-FREE = ("checkpoint", "eval", "log_every", "probe_every", "time_limit")
+FREE = ("checkpoint", "cuda_graphs", "eval", "log_every", "probe_every", "time_limit")
 
 
 def check_same(old: TrainConfig, new: TrainConfig) -> None:

@@ -93,7 +93,7 @@ class Step:
     ) -> None:
         self.model, self.optimizer, self.grad_clip, self.qk_clip = model, optimizer, grad_clip, qk_clip
         self.moe, self.mla = model.moe_layers(), mla_layers(model)
-        self._nats: Tensor | None = None
+        self._nats = torch.zeros((), dtype=torch.float64, device=model.device)
         self._norm = torch.zeros(())
 
     def begin(self) -> None:
@@ -103,18 +103,16 @@ class Step:
         for _, mixer in self.mla:
             mixer.track_max_logit = self.qk_clip > 0
             mixer.max_logit_H.fill_(-torch.inf)
-        self._nats = None
+        self._nats.zero_()
 
     def accumulate(self, loss: LossOutput, valid: int | Tensor) -> None:
         """Add a micro-batch's share of the mean over the step's `valid` targets, and its gradients."""
         share = loss.nats / valid
         share.backward()
-        share = share.detach().double()
-        self._nats = share if self._nats is None else self._nats + share
+        self._nats += share.detach()  # in place: a recording adds to it as often as it is replayed
 
     def measure(self) -> Tensor:
         """What the host wants to know, float64 `[4 + L * E]`: loss, gradient norm, heads to be clipped, largest logit, loads."""
-        assert self._nats is not None, "no micro-batch was seen"
         grads = [p.grad for p in self.optimizer.params.values() if p.grad is not None]
         self._norm = torch.nn.utils.get_total_norm(grads)
         found = [self._nats, self._norm]
@@ -143,10 +141,14 @@ class Step:
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         error = self._diverged(result, micro_batches)
+        self.forget()
+        raise error
+
+    def forget(self) -> None:
+        """Drop what a step that is given up has left: gradients, and what the balancers saw."""
         self.optimizer.zero_grad()
         for layer in self.moe:
             layer.balancer.reset()
-        raise error
 
     def _diverged(self, result: StepResult, micro_batches: Sequence[Batch]) -> DivergedError:
         model = self.model

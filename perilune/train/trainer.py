@@ -20,6 +20,7 @@ import torch
 
 from perilune import checkpoint
 from perilune.config.train import TrainConfig
+from perilune.data.loader import Batch
 from perilune.errors import ConfigError
 from perilune.model.init import init_weights
 from perilune.model.mla import GatedMLA
@@ -45,10 +46,11 @@ from perilune.train.heldout import HeldOutResult
 from perilune.train.mfu import measure_matmul_peak, mfu
 from perilune.train.nonfinite import DivergedError
 from perilune.train.precision import resolve_device, resolve_precision, set_threads
+from perilune.train.recorded import Steps
 from perilune.train.resume import check_same, generator_states, restore
 from perilune.train.routing import RoutingHistory
 from perilune.train.run_data import RunData, absolute, open_data
-from perilune.train.step import split_rows, train_step
+from perilune.train.step import Step, split_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Trainer:
 
     Attributes:
         config, run, data, model, optimizer: the parts.
+        steps: runs the optimizer steps; `steps.reason` says why none is recorded.
         step: optimizer steps done.
         tokens: token positions trained on.
         seconds: time spent in steps, by all processes of the run.
@@ -107,6 +110,8 @@ class Trainer:
             config.optim,
             muon_dtype=muon_dtype_for(self.device, self.precision.dtype),
         )
+        parts = Step(self.model, self.optimizer, grad_clip=config.optim.grad_clip, qk_clip=config.optim.qk_clip)
+        self.steps = Steps(parts, record=config.cuda_graphs == "auto")
         moe = self.model.moe_layers()
         self.routing = RoutingHistory(len(moe), config.model.moe.num_experts if moe else 0)
         self.callbacks: list[Callback] = [
@@ -127,6 +132,7 @@ class Trainer:
         self.stop_reason: str | None = None
         self.saved_at_end = False
         self.held_out: HeldOutResult | None = None
+        self._ahead: tuple[int, Batch] | None = None  # the next step's windows, and its number
         self._held = ExitStack()  # the run's lock, let go when fit ends
         self.peak = _peak(self.device, self.precision.dtype, self.threads)
         torch.manual_seed(config.seed)
@@ -220,18 +226,12 @@ class Trainer:
         """One step and its record."""
         config, index = self.config, self.step
         begin = time.perf_counter()
-        batch = self.data.loader.batch(index)
+        batch = self._batch(index)
         optim = config.optim
         factor = multiplier(index, config.steps, warmup=optim.warmup, final=optim.final_lr)
         try:
-            result = train_step(
-                self.model,
-                self.optimizer,
-                split_rows(batch, config.microbatch_tokens),
-                factor=factor,
-                grad_clip=optim.grad_clip,
-                qk_clip=optim.qk_clip,
-            )
+            micro_batches = split_rows(batch, config.microbatch_tokens)
+            result = self.steps.run(micro_batches, factor, meanwhile=lambda: self._look_ahead(index + 1))
         except DivergedError as error:
             raise DivergedError(self._advice(index + 1, error)) from None
         seconds = time.perf_counter() - begin
@@ -263,6 +263,16 @@ class Trainer:
             record["images"] = sum(len(row) for row in batch.images)
         self.record(record)
         return record
+
+    def _batch(self, index: int) -> Batch:
+        """The windows of step `index`."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == index else self.data.loader.batch(index)
+
+    def _look_ahead(self, index: int) -> None:
+        """Draw the next step's windows while a GPU is busy with this one's."""
+        if self.device.type == "cuda" and index < self.config.steps:
+            self._ahead = index, self.data.loader.batch(index)
 
     def _advice(self, step: int, error: DivergedError) -> str:
         last = self.run.latest_checkpoint()

@@ -121,7 +121,7 @@ def _packed(q_BTHK, k_BSHK, v_BSHV, scale, segments):
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q_BTHK.device).tril()
         same_BTT = (ids_BT[:, :, None] == ids_BT[:, None, :]) & causal
         return _sdpa(q_BTHK, k_BSHK, v_BSHV, scale, mask=same_BTT[:, None])
-    lengths = segments.cu_seqlens.diff().tolist()
+    lengths = [length for length in segments.cu_seqlens.diff().tolist() if length]
     pieces = (x.flatten(0, 1).split(lengths) for x in (q_BTHK, k_BSHK, v_BSHV))
     out = [_sdpa(q[None], k[None], v[None], scale)[0] for q, k, v in zip(*pieces)]
     return torch.cat(out).view(batch, tokens, *out[0].shape[1:])

@@ -62,8 +62,10 @@ class SignBias(Balancer):
         self.load_E = None if self.load_E is None else self.load_E.to(device)
 
     def _add(self, scores_NE, cutoff_N, valid_N, counts_E, bias_E) -> None:
-        load_E = counts_E.to(torch.int64)
-        self.load_E = load_E.clone() if self.load_E is None else self.load_E + load_E
+        if self.load_E is None:
+            self.load_E = counts_E.to(torch.int64, copy=True)
+        else:
+            self.load_E += counts_E  # in place, for recordings that are replayed
 
     def _next(self, bias_E: Tensor) -> Tensor:
         if self.load_E is None:

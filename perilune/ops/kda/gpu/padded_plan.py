@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.ops.kda.cuda import scan
+from perilune.ops.kda.gpu.forward import operand_dtype
 from perilune.ops.kda.gpu.plan import CHUNK, Plan, fastest, tables
 from perilune.ops.triton.available import units as device_units
 
@@ -37,9 +39,11 @@ class Room:
 
     @staticmethod
     def of(
-        batch: int, length: int, sequences: int, heads: int, key_dim: int, value_dim: int, in_cuda: bool, device: torch.device
+        batch: int, length: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
     ) -> Room:  # fmt: skip
-        """Room for `sequences` documents in `[batch, length]` tokens, cut as whole rows would best be."""
+        """Room for `sequences` documents in `[batch, length]` tokens of `dtype`, cut as whole rows would best be."""
+        v = torch.empty(1, heads, value_dim, dtype=dtype, device=device)
+        in_cuda = scan.unsuitable(v, key_dim, operand_dtype(dtype), dtype) is None
         whole = tuple(range(0, (batch + 1) * length, length))
         target, width = fastest(whole, heads, value_dim, key_dim, in_cuda, device_units(device))
         return Room(batch * length, sequences, target if -(-length // CHUNK) // target > 1 else NEVER, width)
