@@ -158,5 +158,5 @@ def test_states_that_leave_the_scan_fit_beside_its_stages(dim: int) -> None:
     sequence = [half(1, 256, 2, dim) for _ in range(4)] + [half(1, 256, 2)]
     options = {"lower_bound": -5.0, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "A_log": full(2)}
     args = check(*sequence, output_final_state=True, **options)
-    launches = {one.name: one for one in compiled(lambda: kda_gpu_states(args, [64, 192]))}
+    launches = {one.name: one for one in compiled(lambda: kda_gpu_states(args, [(0, 64), (0, 192)]))}
     assert launches["scan_forward_kernel"].shared <= SHARED_BYTES, launches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def chunk_kda_states(
     if choose(args).implementation == "triton" and not any(mark % CHUNK for mark in marks):
         from perilune.ops.kda.gpu.states import kda_gpu_states
 
-        return kda_gpu_states(args, marks)
+        o, final, states = kda_gpu_states(args, list(product(range(args.batch), marks)))
+        return o, final, states.unflatten(0, (args.batch, len(marks))).transpose(0, 1)
     outs, states, state = [], [], args.initial_state
     for start, end in pairwise([0, *marks] if marks[-1:] == [length] else [0, *marks, length]):
         out, state = run(_piece(args, start, end, state))
@@ -56,6 +57,53 @@ def chunk_kda_states(
     assert state is not None, "the final state was asked for"
     found = states[: len(marks)]
     return torch.cat(outs, 1), state, torch.stack(found) if found else state.new_empty(0, *state.shape)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def packed_kda_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Sequence[int], marks: Sequence[tuple[int, int]],
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`chunk_kda_states` of N sequences packed into one row, each with marks of its own.
+
+    Args:
+        q, k, v, g, beta: `[1, T, …]`.
+        cu_seqlens: N+1 boundaries, on the host.
+        marks: pairs of a sequence and a number of its tokens, from 1 to its length; ascending.
+        options: further arguments of `chunk_kda`; initial_state is `[N, …]`.
+
+    Returns:
+        `(o [1, T, HV, V], final states [N, HV, K, V], states [marks, HV, K, V])`, see `chunk_kda_states`.
+
+    Raises:
+        ConfigError: an argument does not fit.
+    """
+    args = check(q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True, **options)
+    lengths = [end - begin for begin, end in pairwise(args.offsets)]
+    if list(marks) != sorted(set(marks)) or not all(
+        0 <= n < len(lengths) and 1 <= tokens <= lengths[n] for n, tokens in marks
+    ):
+        raise ConfigError(
+            f"states are wanted at {list(marks)}; pairs must ascend, and lie in sequences of {lengths} tokens"
+        )
+    if choose(args).implementation == "triton" and not any(tokens % CHUNK for _, tokens in marks):
+        from perilune.ops.kda.gpu.states import kda_gpu_states
+
+        return kda_gpu_states(args, marks)
+    if not marks:
+        o, final = run(args)
+        assert final is not None, "the final state was asked for"
+        return o, final, final[:0]
+    initial, outs, finals, states = options.pop("initial_state", None), [], [], []
+    for n, (begin, end) in enumerate(pairwise(args.offsets)):
+        part = (x[:, begin:end] for x in (q, k, v, g, beta))
+        own = [tokens for sequence, tokens in marks if sequence == n]
+        found = chunk_kda_states(*part, own, initial_state=None if initial is None else initial[n : n + 1], **options)
+        outs.append(found[0])
+        finals.append(found[1])
+        states.append(found[2].flatten(0, 1))
+    return torch.cat(outs, 1), torch.cat(finals), torch.cat(states)
 
 
 def _piece(args: Arguments, start: int, end: int, state: Tensor | None) -> Arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.cuda import Kernel, emulated, emulator
-from perilune.ops.kda import chunk_kda, chunk_kda_states, recurrent_kda_reference, select
+from perilune.ops.kda import chunk_kda, chunk_kda_states, packed_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.gpu import forward
@@ -262,3 +263,27 @@ def test_states_inside_a_sequence(segments: None) -> None:
                 beginning = {name: x[:, :offset] for name, x in sequence.items()}
                 _, expected = chunk_kda(**beginning, **options, output_final_state=True)
                 assert relative_error(state, expected.double()) < 1e-5
+
+
+def test_states_inside_packed_sequences(segments: None) -> None:
+    inputs = {name: x.float() for name, x in raw_inputs(1, 215, 1, 1, 16, 16).items()}
+    sequence = {name: inputs.pop(name) for name in ("q", "k", "v", "g", "beta")}
+    options = BOUNDED | inputs
+    cuts, before = (0, 70, 75, 215), torch.randn(3, *inputs["initial_state"].shape[1:])
+    marks = [(0, 64), (2, 64), (2, 128)]
+    with torch.no_grad():
+        o, finals, states = packed_kda_states(
+            **sequence, cu_seqlens=cuts, marks=marks, **options | {"initial_state": before}
+        )
+        for n, (begin, end) in enumerate(pairwise(cuts)):
+            alone = (
+                {name: x[:, begin:end] for name, x in sequence.items()},
+                options | {"initial_state": before[n : n + 1]},
+            )
+            truth, last = chunk_kda(**alone[0], **alone[1], output_final_state=True)
+            assert relative_error(o[:, begin:end], truth.double()) < 1e-5
+            assert relative_error(finals[n], last[0].double()) < 1e-5
+            for state, tokens in ((state, tokens) for state, (m, tokens) in zip(states, marks) if m == n):
+                beginning = {name: x[:, :tokens] for name, x in alone[0].items()}
+                _, expected = chunk_kda(**beginning, **alone[1], output_final_state=True)
+                assert relative_error(state, expected[0].double()) < 1e-5

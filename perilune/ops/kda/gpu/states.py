@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,24 +22,20 @@ class Exports(NamedTuple):
     state: Tensor
 
 
-def kda_gpu_states(args: Arguments, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernels on rows of equal length without gradients; `offsets` are multiples of a chunk."""
-    batch, length = args.batch, args.q.shape[1]
-    count = -(-length // CHUNK)
-    slots = torch.full((batch, count), -1, dtype=torch.int32)
-    for place, offset in enumerate(offsets):
-        slots[:, offset // CHUNK - 1] = place * batch + torch.arange(batch, dtype=torch.int32)
+def kda_gpu_states(args: Arguments, marks: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernels without gradients; `marks` are pairs of a sequence and a multiple of a chunk inside it."""
+    counts = [-(-(end - begin) // CHUNK) for begin, end in pairwise(args.offsets)]
+    first = list(accumulate(counts, initial=0))  # chunk of each sequence
+    slots = torch.full((first[-1],), -1, dtype=torch.int32)
+    for place, (sequence, tokens) in enumerate(marks):
+        slots[first[sequence] + tokens // CHUNK - 1] = place
     device = args.q.device
-    shape = (len(offsets) * batch, args.heads, args.value_dim, args.key_dim)
-    exports = Exports(slots.flatten().to(device), torch.empty(shape, dtype=torch.float32, device=device))
+    shape = (len(marks), args.heads, args.value_dim, args.key_dim)
+    exports = Exports(slots.to(device), torch.empty(shape, dtype=torch.float32, device=device))
     A_log, dt_bias = (None if t is None else t.contiguous() for t in (args.A_log, args.dt_bias))
     with torch.cuda.device_of(args.q):
         inputs = (flat(t) for t in (args.q, args.k, args.v, args.g, args.beta))
         found = forward(*inputs, A_log, dt_bias, args.initial_state, Setting.of(args, False), exports)
     assert found.final is not None, "the final state was asked for"
-    states = exports.state.unflatten(0, (len(offsets), batch))
-    return (
-        found.o.view(args.v.shape),
-        found.final,
-        states if args.state_v_first else states.transpose(-1, -2).contiguous(),
-    )
+    states = exports.state if args.state_v_first else exports.state.transpose(-1, -2).contiguous()
+    return found.o.view(args.v.shape), found.final, states
