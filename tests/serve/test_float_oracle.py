@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_model import tiny_model
 from perilune.config.presets import k2_nano, preset
 from perilune.model import Transformer, init_weights
 from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain
+from perilune.serve.overlap import why_settled_first
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
 from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass
 
@@ -18,9 +20,14 @@ ALL = (ServiceClass(name="all", up_to=2**62),)
 
 
 class Served:
-    """Scheduler, cache and runner without a thread; greedy, with every score compared to the bare model's."""
+    """Scheduler, cache and runner without a thread; greedy, with every score compared to the bare model's.
 
-    def __init__(self, model, *, unit=4, pages=400, retention="turns+second-hit", deterministic=False, **limits):
+    With `ahead` it plans and runs the next step before it looks at what the last one has drawn.
+    """
+
+    def __init__(
+        self, model, *, unit=4, pages=400, retention="turns+second-hit", deterministic=False, ahead=False, **limits
+    ):
         self.model, dtype = model, model.compute_dtype
         self.geometry = pool_geometry(model.cfg, dtype, unit=unit)
         self.cache = HybridCache(self.geometry, pages, Retention.parse(retention))
@@ -28,7 +35,9 @@ class Served:
         pool.bytes_PR.fill_(255)  # NaN in every format: what is read must have been written
         self.runner = ModelRunner(model, pool, model.cfg.vocab_size, deterministic=deterministic)
         limits = {"classes": ALL, "grid": unit if deterministic else 0} | limits
-        self.scheduler = Scheduler(self.cache, Limits(**limits))
+        self.scheduler = Scheduler(self.cache, Limits(**limits), ahead=ahead)
+        self.under_way = deque()
+        self.awaited = self.wasted = 0
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.count = 0
 
@@ -42,22 +51,34 @@ class Served:
         return sequence
 
     def step(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan is None:
-            return False
-        scores = self.runner.run(plan)
+        """Plan and run a step, and settle those before it."""
+        plan, on = self.scheduler.plan(), False
+        if plan is not None:
+            scores = self.runner.run(plan)
+            if scores.rows:
+                self.runner.keep(scores.rows, scores.together().argmax(-1))
+            self.under_way.append((plan, scores))
+            on = self.scheduler.ahead and why_settled_first(plan, crowded=self.scheduler.crowded) is None
+        progress = bool(self.under_way)
+        while len(self.under_way) > on:
+            self.settle(*self.under_way.popleft())
+        return progress
+
+    def settle(self, plan, scores) -> None:
         drawn = {}
         for row in plan.rows:
+            self.awaited += row.awaits
+            self.wasted += row.sequence.state == "ended"
             if row.draws:
                 name = row.sequence.name
-                del self.logits[name][row.sequence.drawn :]
-                self.logits[name].append(scores.logits[name])
                 drawn[name] = int(scores.logits[name].argmax())
+                if row.sequence.state == "running":
+                    del self.logits[name][row.sequence.drawn :]
+                    self.logits[name].append(scores.logits[name])
         self.scheduler.finish(plan, drawn)
         for row in plan.rows:
             if row.sequence.state == "running" and row.sequence.drawn >= self.wanted[row.sequence.name]:
                 self.scheduler.end(row.sequence)
-        return True
 
     def serve(self, *sequences) -> None:
         while not self.scheduler.idle:
@@ -131,10 +152,33 @@ def test_a_b_a_and_evictions_between_turns(kind):
     assert served.cache.metrics().counters.pages_evicted > 0
 
 
-def test_preemption_loses_nothing(kind):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_for_tokens_that_are_being_drawn(kind, deterministic):
+    """Planned and run before anybody has looked at them, with rows wasted on answers that had ended: all scores are those of
+    one pass, and what is cached afterwards serves others."""
+    model, most = kind
+    served = Served(model, step_tokens=40, chunk=16, deterministic=deterministic, ahead=True)
+    lengths = (9, 30, 4, 17, 64, 5, 12, 33, 21, 8, 3)  # with a grid, in two groups of rows
+    sequences = []
+    for _ in range(2):
+        for number, length in enumerate(lengths):
+            longest = length + 4 + number if number % 2 else None
+            sequences.append(served.add(text(length, seed=number), tokens=4 + number, longest=longest))
+            served.step()
+        served.serve()
+    assert max(map(served.error, sequences)) < most
+    assert [len(s.ids) - s.prompt for s in sequences] == [4 + number for number in range(len(lengths))] * 2
+    assert served.awaited > 40 and 0 < served.wasted <= len(lengths) + 1, "one row for those whose end nobody foresaw"
+    assert sum(s.resume for s in sequences) > 100
+    pool = served.cache.store.pool
+    assert pool.free + pool.evictable == pool.pages
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preemption_loses_nothing(kind, ahead):
     """More answers than pages: some start again, from what of them is cached, and end with the same text."""
     model, most = kind
-    served = Served(model, pages=30, step_tokens=64)
+    served = Served(model, pages=30, step_tokens=64, ahead=ahead)
     sequences = [served.add(text(22, seed=n), tokens=70) for n in range(4)]
     served.serve()
     assert max(map(served.error, sequences)) < most

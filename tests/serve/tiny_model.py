@@ -63,13 +63,12 @@ def scripted_engine(script: list[int], **options) -> LocalEngine:
     engine = tiny_engine(**options)
 
     def follow(plan, stage):
-        logits = {}
-        for row in [*(() if stage else plan.decode), *plan.stages[stage]]:
-            if row.draws:
-                scores = torch.zeros(TOKENIZER.vocab_size, dtype=torch.float64)
-                scores[script[min(row.sequence.drawn, len(script) - 1)]] = 1.0
-                logits[row.sequence.name] = scores
-        return Scores(logits, {})
+        rows = [row for row in [*(() if stage else plan.decode), *plan.stages[stage]] if row.draws]
+        logits_NZ = torch.zeros(len(rows), TOKENIZER.vocab_size, dtype=torch.float64)
+        for row, logits_Z in zip(rows, logits_NZ):
+            at = row.chunk.end - row.sequence.prompt  # tokens of the answer so far, known or not
+            logits_Z[script[min(at, len(script) - 1)]] = 1.0
+        return Scores([(rows, logits_NZ)] if rows else [])
 
     engine.core.runner.run = follow
     return engine

@@ -1,15 +1,14 @@
 """Decode passes recorded as CUDA graphs: a step of a few hundred kernels is one launch.
 
-Everything a pass over paged rows needs to know lies in tensors, so a recording of it serves any rows: their description
-is copied into the tensors that the recording reads. There is one recording for each number of rows and each power of two
-of pages of a sequence; recordings share their memory.
+Everything a pass over paged rows needs to know lies in tensors, so a recording of it serves any rows: it reads their
+description where `DecodeInputs` keeps it, and their page tables from a copy of its own. There is one recording for each
+number of rows and each power of two of pages of a sequence; recordings share their memory.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,18 +17,21 @@ from perilune.model import Transformer
 from perilune.model.paged import PagedRecurrent, PagedRows, PagedState
 from perilune.ops.kda.decode_pages import select as select_kda
 from perilune.ops.mla.kernel_choice import PAGE
+from perilune.serve.runner.inputs import STATE, DecodeInputs
 from perilune.serve.runner.pages import PagePool
 
 MOST = 128  # recordings that are kept
 WARM_UP = 2  # passes before a recording: the first compiles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Recording:
+    """A recorded pass; `tables` is what its own tables were copied from."""
+
     graph: torch.cuda.CUDAGraph
-    ids_B1: Tensor
     rows: PagedRows
     logits_BZ: Tensor
+    tables: Tensor
 
 
 class DecodeGraphs:
@@ -38,10 +40,11 @@ class DecodeGraphs:
     Args:
         model: in eval mode, on a CUDA device.
         pool: its pages.
+        inputs: where the rows of a pass are described.
     """
 
-    def __init__(self, model: Transformer, pool: PagePool) -> None:
-        self.model, self.pool = model, pool
+    def __init__(self, model: Transformer, pool: PagePool, inputs: DecodeInputs) -> None:
+        self.model, self.pool, self.inputs = model, pool, inputs
         self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
         self._memory = torch.cuda.graph_pool_handle()
 
@@ -66,17 +69,19 @@ class DecodeGraphs:
                 return None if choice.implementation == "cuda" else choice.reason
         return None
 
-    def run(self, ids_B: Sequence[int], rows: PagedRows) -> Tensor:
-        """Scores `[B, Z]` after one more token of each row; the rows' states and caches are advanced."""
+    def run(self, rows: PagedRows) -> Tensor:
+        """Scores `[B, Z]` after one more token of each row in `inputs`; the rows' states and caches are advanced."""
         batch, width = rows.table_BP.shape
-        key = batch, 1 << (width - 1).bit_length()
+        key = batch, width
         recording = self._recordings.get(key)
         if recording is None:
-            recording = self._recordings[key] = self._record(*key, ids_B, rows)
+            recording = self._recordings[key] = self._record(rows)
             if len(self._recordings) > MOST:
                 self._recordings.popitem(last=False)
         self._recordings.move_to_end(key)
-        _fill(recording, ids_B, rows)
+        if recording.tables is not rows.table_BP:
+            recording.rows.table_BP.copy_(rows.table_BP)
+            recording.tables = rows.table_BP
         recording.graph.replay()
         return recording.logits_BZ.clone()  # the next replay writes there
 
@@ -87,43 +92,28 @@ class DecodeGraphs:
                 return recording.graph
         raise KeyError(f"no decode pass of {rows} rows was recorded")
 
-    def _record(self, batch: int, width: int, ids_B: Sequence[int], rows: PagedRows) -> _Recording:
+    def _record(self, rows: PagedRows) -> _Recording:
         """Record a pass. What runs before it, to compile, writes only what the pass itself will write again."""
-        device = self.model.device
-        still = PagedRows(
-            past=[0] * batch,
-            page_N=rows.page_N.clone(),
-            slot_N=rows.slot_N.clone(),
-            table_BP=torch.zeros(batch, width, dtype=torch.int64, device=device),
-            length_B=rows.length_B.clone(),
-            state_GB=torch.full_like(rows.state_GB, -1),  # such rows advance no state
-        )
-        recording = _Recording(
-            torch.cuda.CUDAGraph(), torch.zeros(batch, 1, dtype=torch.int64, device=device), still, torch.empty(0)
-        )
-        _fill(recording, ids_B, rows, states=False)
+        device, batch = self.model.device, len(rows.past)
+        still = replace(rows, past=[0] * batch, table_BP=rows.table_BP.clone())
+        state_GB = self.inputs.numbers_FB(batch)[STATE:]
+        kept_GB = state_GB.clone()
+        state_GB.fill_(-1)  # such rows advance no state
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                self._pass(recording)
+                self._pass(still)
         torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
         # Another thread may call CUDA meanwhile, an encoder of images for instance.
-        with torch.cuda.graph(recording.graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits_BZ = self._pass(recording)
-        return _Recording(recording.graph, recording.ids_B1, still, logits_BZ)
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            logits_BZ = self._pass(still)
+        state_GB.copy_(kept_GB)
+        return _Recording(graph, still, logits_BZ, rows.table_BP)
 
-    def _pass(self, recording: _Recording) -> Tensor:
-        state = PagedState(self.pool.layers(recording.rows), recording.rows)
-        logits = self.model(recording.ids_B1, state, logits="last").logits_BTZ
+    def _pass(self, rows: PagedRows) -> Tensor:
+        state = PagedState(self.pool.layers(rows), rows)
+        logits = self.model(self.inputs.ids_B1(len(rows.past)), state, logits="last").logits_BTZ
         assert logits is not None
         return logits[:, 0]
-
-
-def _fill(recording: _Recording, ids_B: Sequence[int], rows: PagedRows, *, states: bool = True) -> None:
-    """Describe rows to a recording."""
-    recording.ids_B1.copy_(torch.tensor(ids_B)[:, None], non_blocking=True)
-    recording.rows.table_BP[:, : rows.table_BP.shape[1]] = rows.table_BP
-    for field in fields(PagedRows):
-        if field.name in ("page_N", "slot_N", "length_B") or states and field.name == "state_GB":
-            getattr(recording.rows, field.name).copy_(getattr(rows, field.name))

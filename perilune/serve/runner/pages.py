@@ -20,6 +20,7 @@ from perilune.errors import CapacityError, ConfigError
 from perilune.model.paged import PagedCache, PagedRecurrent, PagedRows
 from perilune.serve.cache import CacheGeometry, CopyPage, RestoreState, ZeroState, cache_geometry
 from perilune.serve.cache.plans import Operation
+from perilune.serve.staging import to_device
 from perilune.serve.tiers.memory import HostMemory, HostPage, runs
 
 GPU_ROWS = 64  # rows of a chunk of the recurrence, and tokens of a page that the attention kernels read
@@ -121,17 +122,20 @@ class PagePool:
                     size = tokens * self.geometry.token_bytes
                     self._rows[target, :, :size] = self._rows[source, :, :size]
                 case ZeroState(targets):
-                    self.bytes_PR[list(targets)] = 0
+                    self.bytes_PR[self._index(targets)] = 0
                 case RestoreState(sources, targets):
                     self.copy(sources, targets)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages."""
         if self.bytes_PR.is_cuda:  # one launch each way
-            self.bytes_PR[list(targets)] = self.bytes_PR[list(sources)]
+            self.bytes_PR[self._index(targets)] = self.bytes_PR[self._index(sources)]
             return
         for source, target in zip(sources, targets, strict=True):
             self.bytes_PR[target].copy_(self.bytes_PR[source])
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return to_device(list(pages), self.bytes_PR.device)
 
     def host_pages(self, count: int) -> list[HostPage]:
         """Memory of the host for so many pages, of any contents."""

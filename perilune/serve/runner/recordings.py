@@ -1,15 +1,14 @@
 """Decode passes on a CPU, recorded once for each number of rows: a step is then its kernels and nothing else.
 
-The counterpart of `graphs` (CUDA): what a pass has to know of its rows lies in tensors of the recording, and is written
-there before it is repeated. The first pass over so many rows runs as usual, the second one is recorded while it runs.
+The counterpart of `graphs` (CUDA): a recording reads the description of its rows where `DecodeInputs` keeps it, and their page
+tables from a copy of its own. The first pass over so many rows runs as usual, the second one is recorded while it runs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from perilune.model.paged import PagedRows, PagedState
 from perilune.ops.choice import forced
 from perilune.ops.moe import routed_experts
 from perilune.ops.native.recording import NotRecordable, Recording, record
+from perilune.serve.runner.inputs import DecodeInputs
 from perilune.serve.runner.pages import PagePool
 
 MOST_BYTES = 2**28  # of tensors that recordings keep
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    ids_B1: Tensor
     rows: PagedRows
     logits_BZ: Tensor
     recording: Recording
@@ -40,10 +39,11 @@ class DecodeRecordings:
     Args:
         model: in eval mode, on a CPU; its weights are changed in place only.
         pool: its pages.
+        inputs: where the rows of a pass are described.
     """
 
-    def __init__(self, model: Transformer, pool: PagePool) -> None:
-        self.model, self.pool = model, pool
+    def __init__(self, model: Transformer, pool: PagePool, inputs: DecodeInputs) -> None:
+        self.model, self.pool, self.inputs = model, pool, inputs
         self._recorded: OrderedDict[tuple, _Recorded | None] = OrderedDict()  # None: ran once
         self._weights = [parameter.detach() for parameter in model.parameters()]  # what is recorded stays readable
         self._refused = False
@@ -62,33 +62,25 @@ class DecodeRecordings:
             return "experts in another format ask the host while they decode"
         return None
 
-    def run(self, ids_B: Sequence[int], rows: PagedRows) -> Tensor:
-        """Scores `[B, Z]` after one more token of each row; the rows' states and caches are advanced."""
-        batch, width = rows.table_BP.shape
-        key = batch, 1 << (width - 1).bit_length(), torch.get_num_threads(), forced()
+    def run(self, rows: PagedRows) -> Tensor:
+        """Scores `[B, Z]` after one more token of each row in `inputs`; the rows' states and caches are advanced."""
+        key = *rows.table_BP.shape, torch.get_num_threads(), forced()
         if self._refused or key not in self._recorded:
             self._recorded[key] = None
-            return self._pass(torch.tensor(ids_B)[:, None], rows)
+            return self._pass(rows)
         recorded = self._recorded[key]
         if recorded is None:
-            return self._record(key, ids_B, rows)
+            return self._record(key, rows)
         self._recorded.move_to_end(key)
-        _fill(recorded.ids_B1, recorded.rows, ids_B, rows)
+        recorded.rows.table_BP.copy_(rows.table_BP)
         recorded.recording.replay()
         return recorded.logits_BZ.clone()  # the next replay writes there
 
-    def _record(self, key: tuple, ids_B: Sequence[int], rows: PagedRows) -> Tensor:
+    def _record(self, key: tuple, rows: PagedRows) -> Tensor:
         """Run a pass and keep what it did."""
-        batch, width, *_ = key
-        still = PagedRows(
-            past=[0] * batch, page_N=torch.empty_like(rows.page_N), slot_N=torch.empty_like(rows.slot_N),
-            table_BP=torch.zeros(batch, width, dtype=torch.int64), length_B=torch.empty_like(rows.length_B),
-            state_GB=torch.empty_like(rows.state_GB, memory_format=torch.contiguous_format),
-        )  # fmt: skip
-        ids_B1 = torch.zeros(batch, 1, dtype=torch.int64)
-        _fill(ids_B1, still, ids_B, rows)
+        still = replace(rows, past=[0] * len(rows.past), table_BP=rows.table_BP.clone())
         with record() as recorder:
-            logits_BZ = self._pass(ids_B1, still)
+            logits_BZ = self._pass(still)
         try:
             recording = recorder.finish()
         except NotRecordable as error:
@@ -96,7 +88,7 @@ class DecodeRecordings:
             self._refused = True
             self._recorded.clear()
             return logits_BZ
-        self._recorded[key] = _Recorded(ids_B1, still, logits_BZ, recording)
+        self._recorded[key] = _Recorded(still, logits_BZ, recording)
         kept = [one for one in self._recorded.items() if one[1] is not None]
         over = sum(one.recording.nbytes for _, one in kept if one) - MOST_BYTES
         for old, one in kept[:-1]:
@@ -106,15 +98,8 @@ class DecodeRecordings:
             del self._recorded[old]
         return logits_BZ.clone()
 
-    def _pass(self, ids_B1: Tensor, rows: PagedRows) -> Tensor:
+    def _pass(self, rows: PagedRows) -> Tensor:
+        ids_B1 = self.inputs.ids_B1(len(rows.past))
         logits = self.model(ids_B1, PagedState(self.pool.layers(rows), rows), logits="last").logits_BTZ
         assert logits is not None
         return logits[:, 0]
-
-
-def _fill(ids_B1: Tensor, still: PagedRows, ids_B: Sequence[int], rows: PagedRows) -> None:
-    """Describe rows to a recording."""
-    ids_B1[:, 0] = torch.tensor(ids_B)
-    still.table_BP[:, : rows.table_BP.shape[1]] = rows.table_BP
-    for name in ("page_N", "slot_N", "length_B", "state_GB"):
-        getattr(still, name).copy_(getattr(rows, name))

@@ -1,7 +1,7 @@
 """Where the rows of a forward pass lie, as tensors: built once a pass, and as little of it anew as possible.
 
 Page tables only grow at their ends. Those of decoding rows stay from one step to the next, so that a step of decoding
-writes a few numbers a row and, now and then, a page.
+writes a few numbers a row, in one copy, and, now and then, a page.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from perilune.model.paged import Mark, PagedRows
 from perilune.serve.cache import Chunk
+from perilune.serve.runner.inputs import LENGTH, PAGE, SLOT, STATE, DecodeInputs
+from perilune.serve.schedule import Row
+from perilune.serve.staging import to_device
 
 
 class _Known(NamedTuple):
@@ -28,29 +31,33 @@ class DecodeRows:
 
     Args:
         page_tokens: of the pool.
-        device: where the tensors go.
+        inputs: what the passes read.
     """
 
-    def __init__(self, page_tokens: int, device: torch.device) -> None:
-        self._size, self._device = page_tokens, device
+    def __init__(self, page_tokens: int, inputs: DecodeInputs) -> None:
+        self._size, self._inputs = page_tokens, inputs
         self._known: list[_Known] = []
         self._table_BP = torch.zeros(0, 0, dtype=torch.int64)
         self._there = self._table_BP  # on the device
 
-    def of(self, chunks: Sequence[Chunk]) -> PagedRows:
-        """Rows of one token each. The table is overwritten by later calls."""
-        size = self._size
-        numbers = [
-            (chunk.pages[chunk.start // size], chunk.start % size, chunk.end, *chunk.state) for chunk in chunks
-        ]  # fmt: skip
-        numbers_FB = torch.tensor(numbers, device=self._device).T.contiguous()
+    def of(self, rows: Sequence[Row]) -> PagedRows:
+        """Describe rows of one token each to the next pass. All but the table is overwritten by the next call."""
+        size, source = self._size, self._inputs.source
+        numbers = []
+        for at, (sequence, chunk, _, awaits) in enumerate(rows):
+            start = chunk.start
+            token, awaited = (0, sequence.name) if awaits else (sequence.ids[start], None)
+            page, slot = chunk.pages[start // size], start % size
+            numbers.append((token, source(at, awaited), page, slot, chunk.end, *chunk.state))
+        numbers_FB = self._inputs.fill(numbers)
         return PagedRows(
-            past=[chunk.start for chunk in chunks], page_N=numbers_FB[0], slot_N=numbers_FB[1],
-            table_BP=self._table(chunks), length_B=numbers_FB[2], state_GB=numbers_FB[3:],
+            past=[row.chunk.start for row in rows], page_N=numbers_FB[PAGE], slot_N=numbers_FB[SLOT],
+            table_BP=self._table([row.chunk for row in rows]), length_B=numbers_FB[LENGTH], state_GB=numbers_FB[STATE:],
         )  # fmt: skip
 
     def _table(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Page tables `[B, P]`; where a row has fewer pages than another one, what follows means nothing."""
+        """Page tables `[B, P]`, P a power of two; where a row has fewer pages, what follows means nothing. As long as nothing
+        has changed, the tensor of the last call."""
         most = max(len(chunk.pages) for chunk in chunks)
         if len(chunks) != len(self._known) or most > self._table_BP.shape[1]:
             width = 1 << (most - 1).bit_length()
@@ -65,7 +72,7 @@ class DecodeRows:
                 self._known[row] = _Known(chunk.pages, len(chunk.pages))
                 changed = True
         if changed:
-            self._there = self._table_BP.to(self._device)
+            self._there = to_device(self._table_BP.clone(), self._inputs.device)
         return self._there
 
 
@@ -80,7 +87,7 @@ def chunk_rows(chunks: Sequence[Chunk], page_tokens: int, device: torch.device) 
         *tables,
         ends.flatten(),
     ]
-    there = torch.cat(pieces).to(device)  # in one copy: on a GPU each costs as much as a kernel
+    there = to_device(torch.cat(pieces), device)  # in one copy: on a GPU each costs as much as a kernel
     tokens = sum(len(place) for place in positions)
     page_N, slot_N, rest = there.split((tokens, tokens, len(there) - 2 * tokens))
     sizes = [len(place) for place in positions]

@@ -22,10 +22,12 @@ from perilune.model.vision import ImageRows
 from perilune.ops.linear import FEW_ROWS
 from perilune.serve.cache import Chunk
 from perilune.serve.runner.graphs import DecodeGraphs
+from perilune.serve.runner.inputs import DecodeInputs
 from perilune.serve.runner.pages import PagePool
 from perilune.serve.runner.recordings import DecodeRecordings
 from perilune.serve.runner.rows import DecodeRows, chunk_rows
 from perilune.serve.schedule import Plan, Row
+from perilune.serve.staging import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +37,31 @@ class Scores:
     """What a step computed.
 
     Attributes:
-        logits: scores after the last token, fp32 or wider `[Z]`, of each row that draws, by the sequence's name.
+        parts: rows that draw, and the scores after the last token of each, `[rows, Z]`; each pass adds a part.
         prompt: scores after every token of a chunk `[T, Z]`, of sequences that want them.
     """
 
-    logits: dict[str, Tensor] = field(default_factory=dict)
+    parts: list[tuple[Sequence[Row], Tensor]] = field(default_factory=list)
     prompt: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All that draw."""
+        return [row for rows, _ in self.parts for row in rows]
+
+    def together(self) -> Tensor:
+        """Scores of `rows`, `[N, Z]`."""
+        parts = [logits_NZ for _, logits_NZ in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @property
+    def logits(self) -> dict[str, Tensor]:
+        """The same by the names of sequences, `[Z]` each."""
+        return {
+            row.sequence.name: logits_Z
+            for rows, logits_NZ in self.parts
+            for row, logits_Z in zip(rows, logits_NZ.unbind(), strict=True)
+        }
 
 
 class ModelRunner:
@@ -51,28 +72,35 @@ class ModelRunner:
         pool: of the same device and dtype.
         vocab_size: scores of ids beyond it, with which a model may be padded, are cut off.
         deterministic: decode in groups of rows whose results do not depend on each other, bit by bit.
+        most_rows: of a step.
 
     Attributes:
         tokens_run: tokens that went through the model in all.
     """
 
-    def __init__(self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False, most_rows: int = 1024
+    ) -> None:
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
         self.tokens_run = 0
         self._packs = not deterministic and _takes_parts(model)
+        self._inputs = DecodeInputs(most_rows, pool.geometry.groups, model.device)
         self._decoding: dict[int, DecodeRows] = {}
         self._recorded: DecodeGraphs | DecodeRecordings | None = None
         recorder = DecodeGraphs if model.device.type == "cuda" else DecodeRecordings
         reason = recorder.why_not(self.model, pool)
         if reason is None:
-            self._recorded = recorder(self.model, pool)
+            self._recorded = recorder(self.model, pool, self._inputs)
         else:
             logger.info("decode passes are not recorded: %s", reason)
 
     @torch.inference_mode()
     def run(self, plan: Plan, stage: int | None = None) -> Scores:
-        """Execute a step to its end, or one stage of it after the other."""
+        """Execute a step to its end, or one stage of it after the other. On a GPU it is launched, and nothing waits for it.
+
+        Rows that await their token read what `keep` was given last, which is for this step alone.
+        """
         scores = Scores()
         if not stage:
             for row in plan.rows:
@@ -80,9 +108,15 @@ class ModelRunner:
                     self.pool.operate(row.chunk.operations)
             for first in range(0, len(plan.decode), self.group):
                 self._decode(first, plan.decode[first : first + self.group], scores)
+            self._inputs.forget_drawn()
         for rows in plan.stages if stage is None else plan.stages[stage : stage + 1]:
             self._prefill_all(rows, scores)
         return scores
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[Row], ids_N: Tensor) -> None:
+        """Tokens that rows of the stage that ran last have drawn, on the device: the next step may have rows for them."""
+        self._inputs.keep_drawn([row.sequence.name for row in rows], ids_N)
 
     def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
         """The recording of a decode pass of so many rows that was made last: for measurements.
@@ -96,18 +130,16 @@ class ModelRunner:
 
     def _decode(self, first: int, rows: Sequence[Row], scores: Scores) -> None:
         """One token of each row; `first` tells groups apart, each of which keeps its page tables."""
-        chunks = [row.chunk for row in rows]
         if first not in self._decoding:
-            self._decoding[first] = DecodeRows(self.pool.geometry.page_tokens, self.model.device)
-        paged, ids_B = self._decoding[first].of(chunks), [row.sequence.ids[row.chunk.start] for row in rows]
+            self._decoding[first] = DecodeRows(self.pool.geometry.page_tokens, self._inputs)
+        paged = self._decoding[first].of(rows)
         self.tokens_run += len(rows)
         if self._recorded is None:
-            logits_BZ = self._logits([[token] for token in ids_B], paged, "last")[:, 0]
+            logits_BZ = self._logits(self._inputs.ids_B1(len(rows)), paged, "last")[:, 0]
         else:
-            logits_BZ = self._recorded.run(ids_B, paged)[:, : self.vocab_size]
-        for row, logits_Z in zip(rows, logits_BZ.unbind()):
-            scores.logits[row.sequence.name] = logits_Z
-        self._export_ends(chunks)
+            logits_BZ = self._recorded.run(paged)[:, : self.vocab_size]
+        scores.parts.append((rows, logits_BZ))
+        self._export_ends([row.chunk for row in rows])
 
     def _prefill_all(self, rows: Sequence[Row], scores: Scores) -> None:
         """Chunks of several sequences, in one pass as far as possible."""
@@ -125,37 +157,34 @@ class ModelRunner:
         what = "all" if every else "last" if row.draws else "none"
         images = None if content is None else content.image_rows(chunk.start, chunk.end)
         self.tokens_run += chunk.end - chunk.start
-        logits = self._logits([row.tokens], self._rows([chunk]), what, images)
+        logits = self._logits(to_device([row.tokens], self.model.device), self._rows([chunk]), what, images)
         if every:
             scores.prompt[row.sequence.name] = logits[0]
         if row.draws:
-            scores.logits[row.sequence.name] = logits[0, -1]
+            scores.parts.append(([row], logits[:, -1]))
         self._export_ends([chunk])
 
     def _prefill_together(self, rows: Sequence[Row], scores: Scores) -> None:
         """Chunks of several sequences, of any lengths, in one pass."""
         chunks = [row.chunk for row in rows]
         packed = self._rows(chunks)
-        ids = torch.tensor([[token for row in rows for token in row.tokens]], device=self.model.device)
+        ids = to_device([[token for row in rows for token in row.tokens]], self.model.device)
         self.tokens_run += ids.numel()
         hidden_BTD = self.model.hidden(ids, PagedState(self.pool.layers(packed), packed))
         ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
         drawing = [(row, end - 1) for row, end in zip(rows, ends) if row.draws]
         if drawing:
-            last_ND = self.model.norm(hidden_BTD[0, [place for _, place in drawing]])
-            for (row, _), logits_Z in zip(drawing, self.model.lm_head(last_ND)[:, : self.vocab_size].unbind()):
-                scores.logits[row.sequence.name] = logits_Z
+            places = to_device([place for _, place in drawing], self.model.device)
+            last_ND = self.model.norm(hidden_BTD[0, places])
+            scores.parts.append(([row for row, _ in drawing], self.model.lm_head(last_ND)[:, : self.vocab_size]))
         self._export_ends(chunks)
 
     def _rows(self, chunks: Sequence[Chunk]) -> PagedRows:
         return chunk_rows(chunks, self.pool.geometry.page_tokens, self.model.device)
 
-    def _logits(
-        self, ids_BT: Sequence[Sequence[int]], rows: PagedRows, what: str, images: ImageRows | None = None
-    ) -> Tensor:
+    def _logits(self, ids_BT: Tensor, rows: PagedRows, what: str, images: ImageRows | None = None) -> Tensor:
         """One pass over rows of equally many tokens; returns scores `[B, T or 1, Z]`, none of them with "none"."""
-        ids = torch.tensor(ids_BT, device=self.model.device)
-        out = self.model(ids, PagedState(self.pool.layers(rows), rows), logits=what, images=images)
+        out = self.model(ids_BT, PagedState(self.pool.layers(rows), rows), logits=what, images=images)
         if out.logits_BTZ is None:
             return out.hidden_BTD[:, :0]
         return out.logits_BTZ[..., : self.vocab_size]
