@@ -2,8 +2,7 @@
 
     owner ─ keeper ─ monitor (QEMU, Firecracker) ─ guest
 
-The owner may be a trainer with a hundred gigabytes mapped, many threads and a thread pool that comes and goes: forking it is slow, and the
-kernel's parent-death signal follows the thread that forked. The keeper is single-threaded and stays.
+The keeper is a fork server (`drivers/fork_server.py` says why it is not the owner that forks).
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from perilune.sandbox.guest import linux, wire
+from perilune.sandbox.drivers.fork_server import ForkServer
+from perilune.sandbox.guest import fork_server, linux, wire
 from perilune.sandbox.protocol import DriverUnavailable
 
 CALL_SECONDS = 30.0
 FIRST_FD = 10
 """Number that a started program finds the first descriptor at that it was given."""
-ORPHAN_CHECK_MS = 1000
 
 
 @dataclass(slots=True)
@@ -61,8 +57,7 @@ class Keeper:
     """The owner's side; started at the first `start`, safe from several threads."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._server = ForkServer(__name__, CALL_SECONDS)
         self._lock = threading.Lock()
 
     def start(
@@ -84,66 +79,27 @@ class Keeper:
         """
         with self._lock:
             try:
-                if self._server is None or self._server.poll() is not None:
-                    self._launch()
-                assert self._requests is not None
+                requests = self._server.socket()
                 request = {"argv": list(argv), "groups": list(groups), "folder": folder}
                 request["environment"] = dict(environment or {})
-                wire.send(self._requests, request, [errors, *fds])
-                answer = wire.receive(self._requests)
+                wire.send(requests, request, [errors, *fds])
+                answer = wire.receive(requests)
             except (OSError, wire.Malformed) as error:
                 raise DriverUnavailable(f"the process that starts machines does not answer: {error}") from error
             if answer is None or "error" in answer[0]:
                 raise DriverUnavailable(f"cannot start {argv[0]}: {answer and answer[0]['error']}")
             return Started(answer[0]["pid"], answer[1][0])
 
-    def _launch(self) -> None:
-        mine, its = wire.pair()
-        code = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); "
-            "from perilune.sandbox.drivers.keeper import serve; serve(int(sys.argv[1]))"
-        )
-        # Nothing of the owner's environment, which may hold keys, is in the memory of a process beside a guest.
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        self._server = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, str(its.fileno())], pass_fds=[its.fileno()], env=kept, cwd="/",
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        its.close()
-        mine.settimeout(CALL_SECONDS)
-        self._requests = mine
-
     def close(self) -> None:
         """End the keeper; what it started ends with it."""
         with self._lock:
-            if self._requests is not None:
-                self._requests.close()
-                self._requests = None
-            if self._server is not None:
-                try:
-                    self._server.wait(CALL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    self._server.kill()
-                    self._server.wait()
-                self._server = None
+            self._server.close()
 
 
 def serve(fd: int) -> None:
     """Answer requests on the socket `fd` until its other end closes."""
     requests = socket.socket(fileno=fd)
-    owner = os.getppid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for what it starts; their pidfds tell of their end.
-    poll = select.poll()
-    poll.register(requests, select.POLLIN)
-    while True:
-        if not poll.poll(ORPHAN_CHECK_MS):
-            if os.getppid() != owner:
-                return
-            continue
-        message = wire.receive(requests)
-        if message is None:
-            return
-        request, fds = message
+    for request, fds in fork_server.requests(requests):
         try:
             _start(request, fds, requests)
         except OSError as error:

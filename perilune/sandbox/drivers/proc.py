@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from perilune.sandbox import template
 from perilune.sandbox.drivers.cgroup import Group
+from perilune.sandbox.drivers.fork_server import ForkServer
 from perilune.sandbox.drivers.proc_machine import CALL_SECONDS, ProcMachine, remove_scratch
 from perilune.sandbox.guest import wire
 from perilune.sandbox.protocol import Capabilities, DriverUnavailable, Probe, Spec
@@ -39,8 +39,7 @@ class ProcDriver:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._server: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._server = ForkServer("perilune.sandbox.guest.zygote", CALL_SECONDS)
         self._lock = threading.Lock()
 
     def probe(self) -> Probe:
@@ -55,26 +54,7 @@ class ProcDriver:
 
     def _ask(self, request: dict[str, Any], control: socket.socket) -> None:
         with self._lock:
-            if self._server is None or self._server.poll() is not None:
-                self._start_server()
-            assert self._requests is not None
-            wire.send(self._requests, request, [control.fileno()])
-
-    def _start_server(self) -> None:
-        mine, its = wire.pair()
-        code = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); "
-            "from perilune.sandbox.guest.zygote import serve; serve(int(sys.argv[1]))"
-        )
-        # Nothing of the owner's environment, which may hold keys, is in the memory of a process beside a guest.
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        self._server = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, str(its.fileno())], pass_fds=[its.fileno()], env=kept, cwd="/",
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        its.close()
-        mine.settimeout(CALL_SECONDS)
-        self._requests = mine
+            wire.send(self._server.socket(), request, [control.fileno()])
 
     def make(self, sandbox: str, generation: str, spec: Spec, layer: str | None, blobs: str) -> ProcMachine:
         """Start a guest.
@@ -128,13 +108,4 @@ class ProcDriver:
     def close(self) -> None:
         """End the fork server; machines that still live end with it."""
         with self._lock:
-            if self._requests is not None:
-                self._requests.close()
-                self._requests = None
-            if self._server is not None:
-                try:
-                    self._server.wait(CALL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    self._server.kill()
-                    self._server.wait()
-                self._server = None
+            self._server.close()

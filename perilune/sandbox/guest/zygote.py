@@ -11,17 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import sys
 from typing import Any
 
-from perilune.sandbox.guest import linux, wire
+from perilune.sandbox.guest import fork_server, linux, wire
 from perilune.sandbox.guest.agent import run_agent
-
-ORPHAN_CHECK_MS = 1000
-"""How often the fork server looks whether its owner is still its parent; the closed socket tells it at once, as a rule."""
 
 
 def serve(fd: int) -> None:
@@ -34,20 +30,7 @@ def serve(fd: int) -> None:
     gc.freeze()
     gc.disable()
     requests = socket.socket(fileno=fd)
-    owner = os.getppid()
-    # Keepers are never waited for.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    poll = select.poll()
-    poll.register(requests, select.POLLIN)
-    while True:
-        if not poll.poll(ORPHAN_CHECK_MS):
-            if os.getppid() != owner:
-                return
-            continue
-        message = wire.receive(requests)
-        if message is None:
-            return
-        request, fds = message
+    for request, fds in fork_server.requests(requests):
         control = socket.socket(fileno=fds[0])
         try:
             _start(request, control, requests)
