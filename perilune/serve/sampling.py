@@ -1,9 +1,12 @@
 """From logits to token ids: what is forbidden, bias, penalties, temperature, top-k, top-p, min-p, one draw a row.
 
 A batch is whatever rows a step happens to have: `draw_rows` takes them together, and each row's tokens are those that it
-would draw alone. For that, filters are cut-off values (every token that reaches the cut-off is kept, so tied tokens stay
-or go together), and a random number is a function of (seed, stream, place in the answer) and of nothing else: not of the
-batch, the device, or an interruption. One uniform number is looked up in the cumulative distribution in id order.
+would draw alone. For that, filters look at one row each (`filters`), and a random number is a function of (seed, stream,
+place in the answer) and of nothing else: not of the batch, the device, or an interruption. One uniform number is looked up
+in the cumulative distribution in id order.
+
+`start_draw` does all of this on the device and waits for nothing, so that the next step can be launched behind it; whoever
+wants to know the tokens asks the `Draw` for them.
 
 Log-probabilities are those of the model, before everything that this file changes: they are what a trainer computes for
 the same tokens.
@@ -22,11 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.errors import CheckpointError
-from perilune.serve.penalties import TokenCounts, add_biases, penalised
+from perilune.serve.filters import kept_weights, pick
+from perilune.serve.penalties import TokenCounts, add_biases, forbid, penalised
 from perilune.serve.request import SamplingParams, TokenLogprob
-
-_SHORTLISTS = (128, 2048)
-"""Largest logits looked at before a row is sorted as a whole: a peaked model reaches top_p well within them."""
+from perilune.serve.staging import Readback, to_device
 
 Mask = NDArray[np.bool_]
 """[Z]: which tokens may come next."""
@@ -77,47 +79,82 @@ class SamplingRow:
             ids |= self.ends | set(self.params.stop_ids)
         return ids
 
-    def take(self, token_id: int) -> None:
-        """Note a token of the answer: `draw_rows` does it for what it draws."""
+    def take(self, ids_1: Tensor) -> None:
+        """Note a token of the answer, int64 [1]: `start_draw` does it for what it draws."""
         self.drawn += 1
         if self.counts is not None:
-            self.counts.add(token_id)
+            self.counts.add(ids_1)
+
+
+class Draw:
+    """A draw that the device makes, or has made.
+
+    Args:
+        ids_B: the tokens, on the device; the next step may use them before anybody has looked.
+        largest_B: largest score of each row.
+        scored: rows whose log-probabilities are asked for, with their numbers of most likely tokens.
+        logprobs: see `_logprob_tensors`.
+    """
+
+    def __init__(
+        self, ids_B: Tensor, largest_B: Tensor, scored: Sequence[tuple[int, int]], logprobs: Sequence[Tensor]
+    ) -> None:
+        self.ids_B = ids_B
+        self._scored = scored
+        self._read = Readback([ids_B, largest_B, *logprobs])
+
+    def read(self) -> list[Drawn]:
+        """What was drawn, once it is.
+
+        Raises:
+            CheckpointError: a row's largest logit is not finite; sampling from it would be meaningless.
+        """
+        ids_B, largest_B, *scores = self._read.wait()
+        _check_finite(largest_B.tolist())
+        ids = ids_B.tolist()
+        if not self._scored:
+            return [Drawn(token_id, None) for token_id in ids]
+        chosen = [ids[row] for row, _ in self._scored]
+        found = _named(chosen, [top for _, top in self._scored], scores)
+        logprobs = {row: one for (row, _), one in zip(self._scored, found)}
+        return [Drawn(token_id, logprobs.get(row)) for row, token_id in enumerate(ids)]
 
 
 @torch.inference_mode()
-def draw_rows(
-    rows: Sequence[SamplingRow], logits_BZ: Tensor, masks: Sequence[Mask | None] | None = None
-) -> list[Drawn]:
-    """Next token of every row; the rows take note of it.
+def start_draw(rows: Sequence[SamplingRow], logits_BZ: Tensor, masks: Sequence[Mask | None] | None = None) -> Draw:
+    """Draw the next token of every row; the rows take note of it. On a GPU nothing waits for the device.
 
     Args:
         rows: one a row of the logits, in any order and company.
         logits_BZ: any float dtype; fp32 is used inside, fp64 stays.
         masks: what a row's grammar allows; None = everything.
-
-    Raises:
-        CheckpointError: a row's largest logit is not finite; sampling from it would be meaningless.
     """
+    device = logits_BZ.device
     logits_BZ = logits_BZ if logits_BZ.dtype == torch.float64 else logits_BZ.float()
     scores_BZ = adjusted(rows, logits_BZ, masks)
-    largest_B, index_B = scores_BZ.max(-1)
-    _check_finite(largest_B.tolist())
-    ids = index_B.tolist()
+    largest_B, ids_B = scores_BZ.max(-1)
     random = [index for index, row in enumerate(rows) if not row.params.greedy]
     if random:
-        some_NZ = scores_BZ if len(random) == len(rows) else scores_BZ[random]
-        weights_NZ = kept_weights(some_NZ, [rows[index].params for index in random])
+        index = None if len(random) == len(rows) else to_device(random, device)
+        weights_NZ = kept_weights(scores_BZ if index is None else scores_BZ[index], [rows[i].params for i in random])
         numbers_N = uniforms([(rows[i].seed, rows[i].stream, rows[i].drawn) for i in random])
-        for index, token_id in zip(random, pick(weights_NZ, numbers_N), strict=True):
-            ids[index] = token_id
-    asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    logprobs: dict[int, TokenLogprob] = {}
-    if asked:
-        tops = [rows[index].params.logprobs or 0 for index in asked]
-        logprobs = dict(zip(asked, token_logprobs(logits_BZ[asked], [ids[index] for index in asked], tops)))
-    for row, token_id in zip(rows, ids, strict=True):
-        row.take(token_id)
-    return [Drawn(token_id, logprobs.get(index)) for index, token_id in enumerate(ids)]
+        picked_N = pick(weights_NZ, numbers_N)
+        ids_B = picked_N if index is None else ids_B.index_copy(0, index, picked_N)
+    scored = [(index, row.params.logprobs) for index, row in enumerate(rows) if row.params.logprobs is not None]
+    logprobs: Sequence[Tensor] = ()
+    if scored:
+        index = to_device([row for row, _ in scored], device)
+        logprobs = _logprob_tensors(logits_BZ[index], ids_B[index], max(top for _, top in scored))
+    for place, row in enumerate(rows):
+        row.take(ids_B[place : place + 1])
+    return Draw(ids_B, largest_B, scored, logprobs)
+
+
+def draw_rows(
+    rows: Sequence[SamplingRow], logits_BZ: Tensor, masks: Sequence[Mask | None] | None = None
+) -> list[Drawn]:
+    """`start_draw`, and what it drew. CheckpointError as in `Draw.read`."""
+    return start_draw(rows, logits_BZ, masks).read()
 
 
 def _check_finite(largest: Sequence[float]) -> None:
@@ -131,95 +168,31 @@ def _check_finite(largest: Sequence[float]) -> None:
 
 def adjusted(rows: Sequence[SamplingRow], logits_BZ: Tensor, masks: Sequence[Mask | None] | None = None) -> Tensor:
     """Logits after grammar, forbidden tokens, bias and penalties; the given ones if there is none of these."""
-    masks = [None] * len(rows) if masks is None else masks
-    allowed = [_allowed(row, mask, logits_BZ.shape[-1]) for row, mask in zip(rows, masks, strict=True)]
+    vocab = logits_BZ.shape[-1]
     scores_BZ = add_biases([row.params.logit_bias for row in rows], logits_BZ)
     scores_BZ = penalised([(row.params, row.counts) for row in rows], scores_BZ)
-    return allowed_only(scores_BZ, allowed)
+    if masks is not None and any(mask is not None for mask in masks):
+        allowed = [None if mask is None else _allowed(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        scores_BZ = allowed_only(scores_BZ, allowed)
+    free = rows if masks is None else [None if mask is not None else row for row, mask in zip(rows, masks, strict=True)]
+    return forbid([() if row is None else [t for t in row.forbidden if t < vocab] for row in free], scores_BZ)
 
 
-def _allowed(row: SamplingRow, mask: Mask | None, vocab: int) -> Mask | None:
+def _allowed(row: SamplingRow, mask: Mask) -> Mask:
     """What a row may draw. A grammar that allows nothing but forbidden tokens has the last word."""
-    forbidden = row.forbidden
+    forbidden = [token_id for token_id in row.forbidden if token_id < len(mask)]
     if not forbidden:
         return mask
-    left = np.ones(vocab, dtype=np.bool_) if mask is None else mask.copy()
-    left[[token_id for token_id in forbidden if token_id < vocab]] = False
+    left = mask.copy()
+    left[forbidden] = False
     return left if left.any() else mask
 
 
 def allowed_only(logits_BZ: Tensor, masks: Sequence[Mask | None]) -> Tensor:
     """Logits with -inf for every token that a row's mask forbids; rows without a mask stay as they are."""
-    if all(mask is None for mask in masks):
-        return logits_BZ
     every = np.ones(logits_BZ.shape[-1], dtype=np.bool_)
-    allowed_BZ = torch.from_numpy(np.stack([every if mask is None else mask for mask in masks]))
-    return logits_BZ.masked_fill(~allowed_BZ.to(logits_BZ.device), -math.inf)
-
-
-def kept_weights(logits_NZ: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Unnormalised probabilities after temperature and filters, 0 for a dropped token: [N, Z], the largest is 1.
-
-    Args:
-        logits_NZ: fp32 or fp64, finite maxima.
-        params: one a row, temperature > 0.
-    """
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits_NZ.dtype, device=logits_NZ.device)[:, None]
-
-    vocab = logits_NZ.shape[-1]
-    scale_N1 = column([1.0 / max(p.temperature, 1e-6) for p in params])
-    weights_NZ = torch.exp((logits_NZ - logits_NZ.amax(-1, keepdim=True)) * scale_N1)
-    ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    limited = [row for row, k in enumerate(ks) if k < vocab]
-    if limited:
-        kth = torch.tensor([ks[row] - 1 for row in limited], device=logits_NZ.device)[:, None]
-        cutoff_N1 = column([-math.inf] * len(params))
-        largest = logits_NZ[limited].topk(max(ks[row] for row in limited), dim=-1).values
-        cutoff_N1[limited] = largest.gather(-1, kth)
-        dropped_NZ = logits_NZ < cutoff_N1
-        logits_NZ = logits_NZ.masked_fill(dropped_NZ, -math.inf)
-        weights_NZ = weights_NZ.masked_fill(dropped_NZ, 0.0)
-    nucleus = [row for row, p in enumerate(params) if p.top_p < 1.0]
-    if nucleus:
-        top_p_N1 = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64)[:, None]
-        cutoff_N1 = column([-math.inf] * len(params))
-        cutoff_N1[nucleus] = _top_p_cutoff(logits_NZ[nucleus], weights_NZ[nucleus], scale_N1[nucleus], top_p_N1)
-        weights_NZ = weights_NZ.masked_fill(logits_NZ < cutoff_N1, 0.0)
-    if any(p.min_p > 0.0 for p in params):
-        weights_NZ = weights_NZ.masked_fill(weights_NZ < column([p.min_p for p in params]), 0.0)
-    return weights_NZ
-
-
-def _top_p_cutoff(logits_NZ: Tensor, weights_NZ: Tensor, scale_N1: Tensor, top_p_N1: Tensor) -> Tensor:
-    """Smallest logit of the nucleus, [N, 1].
-
-    Masses are fp64 sums, in a fixed order, of the weights exp((l - max) * scale).
-    """
-    vocab = logits_NZ.shape[-1]
-    goal_N1 = weights_NZ.cumsum(-1, dtype=torch.float64)[:, -1:] * top_p_N1.to(logits_NZ.device)
-    cutoff_N1 = torch.empty_like(logits_NZ[:, :1])
-    left = torch.arange(len(logits_NZ), device=logits_NZ.device)  # rows whose cut-off is not found yet
-    for size in (*(size for size in _SHORTLISTS if size < vocab), vocab):
-        some_NZ = logits_NZ[left]
-        value_NS = some_NZ.topk(size, dim=-1).values if size < vocab else some_NZ.sort(-1, descending=True).values
-        mass_NS = torch.exp((value_NS - value_NS[:, :1]) * scale_N1[left]).cumsum(-1, dtype=torch.float64)
-        short_N = (mass_NS < goal_N1[left]).sum(-1)  # tokens before the one that reaches the goal
-        found_N = (short_N < size) | (size == vocab)
-        cutoff_N1[left[found_N]] = value_NS.gather(-1, short_N[:, None].clamp_max(size - 1))[found_N]
-        left = left[~found_N]
-        if not len(left):
-            break
-    return cutoff_N1
-
-
-def pick(weights_NZ: Tensor, numbers_N: NDArray[np.float64]) -> list[int]:
-    """The token at each number of [0, 1) in its row's cumulative distribution, in id order."""
-    mass_NZ = weights_NZ.cumsum(-1, dtype=torch.float64)
-    goal_N1 = torch.from_numpy(numbers_N).to(mass_NZ.device)[:, None] * mass_NZ[:, -1:]
-    # right=True: the first token whose cumulative mass exceeds the goal, hence never one of mass zero
-    return torch.searchsorted(mass_NZ, goal_N1, right=True)[:, 0].tolist()
+    forbidden_BZ = ~np.stack([every if mask is None else mask for mask in masks])
+    return logits_BZ.masked_fill(to_device(forbidden_BZ, logits_BZ.device), -math.inf)
 
 
 def uniforms(places: Sequence[tuple[int, int, int]]) -> NDArray[np.float64]:
@@ -249,17 +222,28 @@ def token_logprobs(logits_NZ: Tensor, ids: Sequence[int], tops: Sequence[int]) -
 
     Also serves prompts: the logits behind tokens 0..T-2 and the ids 1..T-1.
     """
+    ids_N = to_device(ids, logits_NZ.device)
+    return _named(ids, tops, Readback(_logprob_tensors(logits_NZ, ids_N, max(tops, default=0))).wait())
+
+
+def _logprob_tensors(logits_NZ: Tensor, ids_N: Tensor, most: int) -> list[Tensor]:
+    """Log-probabilities of the tokens [N], and with `most` above 0 the most likely tokens and theirs, [N, most] each."""
     scores_NZ = logits_NZ if logits_NZ.dtype == torch.float64 else logits_NZ.float()
-    norm_N = scores_NZ.logsumexp(-1)
-    index_N1 = torch.tensor(ids, device=scores_NZ.device)[:, None]
-    chosen = (scores_NZ.gather(-1, index_N1)[:, 0] - norm_N).tolist()
-    most = min(max(tops, default=0), scores_NZ.shape[-1])
+    norm_N1 = scores_NZ.logsumexp(-1, keepdim=True)
+    chosen_N = (scores_NZ.gather(-1, ids_N[:, None]) - norm_N1)[:, 0]
     if most == 0:
+        return [chosen_N]
+    values_NK, tokens_NK = scores_NZ.topk(min(most, scores_NZ.shape[-1]), dim=-1)
+    return [chosen_N, tokens_NK, values_NK - norm_N1]
+
+
+def _named(ids: Sequence[int], tops: Sequence[int], tensors: Sequence[Tensor]) -> list[TokenLogprob]:
+    """From `_logprob_tensors` to what is told, `tops[row]` of the most likely tokens each."""
+    chosen, *best = (tensor.tolist() for tensor in tensors)
+    if not best:
         return [TokenLogprob(*pair) for pair in zip(ids, chosen, strict=True)]
-    values_NK, tokens_NK = scores_NZ.topk(most, dim=-1)
-    pairs = zip(tokens_NK.tolist(), (values_NK - norm_N[:, None]).tolist())
-    best = [sorted(zip(tokens, values), key=lambda pair: (-pair[1], pair[0])) for tokens, values in pairs]
-    return [TokenLogprob(*row[:2], tuple(row[2][: row[3]])) for row in zip(ids, chosen, best, tops, strict=True)]
+    ordered = [sorted(zip(*row), key=lambda pair: (-pair[1], pair[0])) for row in zip(*best)]
+    return [TokenLogprob(*row[:2], tuple(row[2][: row[3]])) for row in zip(ids, chosen, ordered, tops, strict=True)]
 
 
 class Sampler:

@@ -12,17 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune.errors import CheckpointError, RequestError
+from perilune.serve.filters import kept_weights, pick
 from perilune.serve.request import FieldError, SamplingParams
-from perilune.serve.sampling import (
-    Sampler,
-    SamplingRow,
-    adjusted,
-    draw_rows,
-    kept_weights,
-    pick,
-    token_logprobs,
-    uniforms,
-)
+from perilune.serve.sampling import Sampler, SamplingRow, adjusted, draw_rows, token_logprobs, uniforms
 
 
 def oracle(logits: list[float], params: SamplingParams) -> list[float]:
@@ -136,7 +128,7 @@ def test_extreme_temperatures_stay_finite():
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
 def test_the_ends_of_the_uniform_range_draw_possible_tokens(number):
     weights = kept_weights(torch.tensor([[-math.inf, 0.3, 0.1, -math.inf]]), [SamplingParams()])
-    assert pick(weights, np.array([number])) == [1 if number == 0.0 else 2]
+    assert pick(weights, np.array([number])).tolist() == [1 if number == 0.0 else 2]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
@@ -243,7 +235,7 @@ def test_bias_penalties_and_forbidden_tokens_equal_the_definition(
     for at, token in enumerate(said):
         if at == 2:  # the counts may become tensors at any time
             adjusted([row], given_logits[:1])
-        row.take(token)
+        row.take(torch.tensor([token]))
     expected = torch.tensor(changed_oracle(logits, params, prompt, said, {0, 1}), dtype=torch.float64)
     got = adjusted([row, plain], given_logits)
     torch.testing.assert_close(got[0], expected, rtol=0, atol=1e-12)
