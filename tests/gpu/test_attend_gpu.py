@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from perilune.ops.choice import force
-from perilune.ops.mla import attend
+from perilune.ops.mla import attend, max_logit
 from perilune.ops.mla.attend import select
+from perilune.ops.mla.cuda.attend import WIDTHS
 from perilune.ops.segments import Segments
 
 pytestmark = [
@@ -21,7 +24,9 @@ CASES = [  # batch, tokens, past, heads, K, V, documents
     (1, 1000, 0, 4, 192, 128, 0),
     (2, 300, 0, 2, 192, 128, 0),
     (1, 200, 700, 2, 192, 128, 0),
+    (1, 77, 133, 3, 96, 64, 0),
     (2, 700, 0, 2, 192, 128, 5),
+    (2, 513, 0, 3, 96, 64, 30),
     (1, 900, 0, 2, 80, 64, 200),
     (1, 513, 0, 2, 128, 128, 0),
 ]
@@ -68,12 +73,26 @@ def truth(inputs: list[Tensor], dout: Tensor, segments: Segments | None, past: i
         return results([x.double() for x in inputs], dout, segments, past)
 
 
+def chosen(case: tuple, dtype: torch.dtype) -> str:
+    return "cuda" if dtype == torch.bfloat16 and case[4:6] in WIDTHS else "triton"
+
+
+@pytest.mark.parametrize("form", ["", "triton"], ids=lambda form: form or "chosen")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values_and_gradients(case: tuple, dtype: torch.dtype) -> None:
+def test_values_and_gradients(case: tuple, dtype: torch.dtype, form: str) -> None:
     inputs, dout, segments = operands(case, dtype)
     past = case[2]
-    assert select(*inputs, segments, past).implementation == "triton"
+    if not form:
+        assert select(*inputs, segments, past).implementation == chosen(case, dtype)
+    elif chosen(case, dtype) == form:
+        pytest.skip("that is the form chosen anyway")
+    with force(form) if form else nullcontext():
+        check(inputs, dout, segments, past)
+
+
+def check(inputs: list[Tensor], dout: Tensor, segments: Segments | None, past: int) -> None:
+    dtype = inputs[0].dtype
     got, right = results(inputs, dout, segments, past), truth(inputs, dout, segments, past)
     assert got[0].dtype == torch.float32 and {x.dtype for x in got[1:]} == {dtype}
     found = errors(got, right)
@@ -88,6 +107,14 @@ def test_float32_with_documents() -> None:
     assert select(*inputs).implementation == "torch"
     found = errors(results(inputs, dout, segments), truth(inputs, dout, segments, 0))
     assert max(found) < 5e-6, found
+
+
+def test_the_largest_logit_comes_with_the_output() -> None:
+    for case in CASES:
+        inputs, _, segments = operands(case, torch.bfloat16)
+        known = torch.zeros(case[3], device="cuda")
+        attend(*inputs, SCALE, segments, case[2], largest_H=known)
+        torch.testing.assert_close(known, max_logit(*inputs[:2], SCALE, segments, case[2]), rtol=1e-5, atol=0)
 
 
 def test_an_output_in_fp32_keeps_what_half_precision_rounds_away() -> None:

@@ -5,8 +5,9 @@
 Packed documents: a query sees keys of its own document only. Training keeps the output in fp32 up to the output gate,
 to remove the biased rounding error of a half-precision attention output (report §2.1.2): `fp32_output`.
 
-Implementations: "native" (C, float32 on a CPU), "triton" (CUDA: half precision with an output in fp32, packed documents and
-queries behind a cache without a mask), "torch" (`scaled_dot_product_attention`, whatever it takes).
+Implementations: "native" (C, float32 on a CPU), "cuda" (Hopper, bfloat16, the widths of `cuda.attend.WIDTHS`), "triton" (CUDA: half
+precision with an output in fp32, packed documents and queries behind a cache without a mask), "torch"
+(`scaled_dot_product_attention`, whatever it takes).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from perilune.ops.choice import Choice, forced
 from perilune.ops.mla import native
+from perilune.ops.mla.cuda import attend as cuda
+from perilune.ops.mla.max_logit import max_logit
 from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.segments import Segments
 from perilune.ops.triton import available
 
 TOKENS_PER_CALL = 32  # documents shorter than this on average are masked in one call, longer ones get a call each
 KERNEL_WIDTHS = 192, 128  # largest key and value of the Triton kernels
+_CUDA = Choice("cuda", "warps that copy beside two groups of warps that multiply; rows not at 16 bytes: Triton")
 
 
 def select(
@@ -32,17 +36,23 @@ def select(
     segments: Segments | None = None,
     past: int = 0,
     fp32_output: bool = True,
+    scale: float = 1.0,
 ) -> Choice:
     """Return which implementation `attend` takes for these arguments, and why; keys and values default to the queries' kind."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
     k_BSHK, v_BSHV = (q_BTHK if x is None else x for x in (k_BSHK, v_BSHV))
+    if wanted == "cuda":
+        reason = _cuda_obstacle(q_BTHK, k_BSHK, v_BSHV, scale)
+        return _CUDA if reason is None else Choice("torch", f"cuda was asked for, but {reason}")
     if (choice := available.choose(q_BTHK, k_BSHK, v_BSHV)) is not None:
         if choice.implementation != "triton" or wanted == "triton":
             return choice
         if q_BTHK.shape[-1] > KERNEL_WIDTHS[0] or v_BSHV.shape[-1] > KERNEL_WIDTHS[1]:
             widest = " and ".join(map(str, KERNEL_WIDTHS))
             return Choice("torch", f"plain torch: the kernels take keys and values of at most {widest} channels")
+        if _cuda_obstacle(q_BTHK, k_BSHK, v_BSHV, scale) is None:
+            return _CUDA
         masked = segments is not None or (past > 0 and q_BTHK.shape[1] > 1)
         if not masked and q_BTHK.dtype == torch.float32:
             return Choice("torch", "torch's own kernel: float32 without packed documents gains nothing from ours")
@@ -63,6 +73,7 @@ def attend(
     segments: Segments | None = None,
     past: int = 0,
     fp32_output: bool = True,
+    largest_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention.
 
@@ -74,6 +85,8 @@ def attend(
         segments: packed documents over the B*T tokens; then `past` must be 0.
         past: tokens cached before the first query.
         fp32_output: return at least fp32 instead of the inputs' dtype, never rounded below it on the way.
+        largest_H: `[H]`, raised in place to each head's largest scale q.k of a query and a key that it sees (QK-clip), which costs
+            next to nothing where a kernel finds it on its way ("cuda"), and else what `max_logit` costs; no gradient.
 
     Returns:
         `[B, T, H, V]`.
@@ -83,11 +96,15 @@ def attend(
     assert segments is None or past == 0, "packed documents cannot follow a cache"
     given = q_BTHK.dtype
     wide = torch.promote_types(given, torch.float32)
-    if select(q_BTHK, k_BSHK, v_BSHV, segments, past, fp32_output).implementation == "triton":
-        from perilune.ops.mla import triton_attend
+    choice = select(q_BTHK, k_BSHK, v_BSHV, segments, past, fp32_output, scale).implementation
+    if choice in ("cuda", "triton"):
+        from perilune.ops.mla import attend_device
 
         out_dtype = wide if fp32_output else given
-        return triton_attend.attend(q_BTHK, k_BSHK, v_BSHV, scale, segments, past, out_dtype)
+        operands = q_BTHK, k_BSHK, v_BSHV, scale, segments, past, out_dtype, largest_H
+        return attend_device.attend(*operands, in_cuda=choice == "cuda")
+    if largest_H is not None:
+        largest_H.copy_(torch.maximum(largest_H, max_logit(q_BTHK, k_BSHK, scale, segments, past).to(largest_H)))
     if fp32_output or (q_BTHK.is_cpu and not multiplies_bf16()):
         q_BTHK, k_BSHK, v_BSHV = q_BTHK.to(wide), k_BSHK.to(wide), v_BSHV.to(wide)
     if select(q_BTHK).implementation == "native":
@@ -97,6 +114,12 @@ def attend(
     else:
         out_BTHV = _packed(q_BTHK, k_BSHK, v_BSHV, scale, segments)
     return out_BTHV.to(wide if fp32_output else given)
+
+
+def _cuda_obstacle(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+    if any(x.dtype != q.dtype or x.device != q.device for x in (k, v)):
+        return "keys and values differ from the queries in element type or device"
+    return cuda.why_not(q, k, v, scale)
 
 
 def _sdpa(q_BTHK, k_BSHK, v_BSHV, scale, past=0, mask=None):

@@ -24,9 +24,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from perilune.ops.segments import Segments
+from perilune.ops.mla.documents import Layout
 from perilune.ops.triton.products import product, trips
 from perilune.ops.triton.sizes import blocks, power_of_two
 
@@ -160,26 +159,6 @@ def widths(key_width: int, value_width: int) -> dict[str, int]:
     }
 
 
-class Layout(NamedTuple):
-    """Where documents begin and end, int32 `[tokens]` each: of each token its document's first token, and the first beyond."""
-
-    first: Tensor
-    end: Tensor
-
-    @staticmethod
-    def of(segments: Segments) -> Layout:
-        """From the boundaries, without waiting for the device."""
-        bounds = segments.cu_seqlens.to(torch.int32)
-        token = torch.arange(segments.batch * segments.length, device=bounds.device, dtype=torch.int32)
-        document = torch.searchsorted(bounds, token, right=True)
-        return Layout(bounds[document - 1], bounds[document])
-
-
-def rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors `[B, T, H, D]` whose last axis is dense."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, layout: Layout | None, past: int, out_dtype: torch.dtype,
     training: bool, tiles: Tiles | None = None,
@@ -196,43 +175,3 @@ def forward(
             PACKED=layout is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out, logs
-
-
-def attend(
-    q_BTHK: Tensor,
-    k_BSHK: Tensor,
-    v_BSHV: Tensor,
-    scale: float,
-    segments: Segments | None,
-    past: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`attend.attend` of operands of one dtype, differentiable; the result in `out_dtype`."""
-    shape = q_BTHK.shape[:3]
-    q, k, v = rows(q_BTHK, k_BSHK, v_BSHV)
-    layout = None
-    if segments is not None:  # the kernels see one row of tokens
-        layout = Layout.of(segments)
-        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        out = _Attend.apply(q, k, v, scale, layout, past, out_dtype)
-    else:
-        out, _ = forward(q, k, v, scale, layout, past, out_dtype, training=False)
-    return out.view(*shape, -1)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, scale, layout, past, out_dtype):
-        out, logs = forward(q, k, v, scale, layout, past, out_dtype, training=True)
-        ctx.save_for_backward(q, k, v, out, logs)
-        ctx.options = scale, layout, past
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        from perilune.ops.mla.triton_attend_backward import backward
-
-        q, k, v, out, logs = ctx.saved_tensors
-        return *backward(q, k, v, out, logs, dout, *ctx.options), None, None, None, None

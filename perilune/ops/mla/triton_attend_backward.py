@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.ops.mla.triton_attend import LOG2E, NUMBERS, Layout, Tiles, backward_tiles, load_tile, store_tile, widths
+from perilune.ops.mla.documents import Layout
+from perilune.ops.mla.triton_attend import LOG2E, NUMBERS, Tiles, backward_tiles, load_tile, store_tile, widths
 from perilune.ops.triton.products import product, trips
 from perilune.ops.triton.sizes import blocks
 
