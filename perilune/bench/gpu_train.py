@@ -1,8 +1,8 @@
 """Rows of `perilune bench train --device cuda`: a bf16 training step of `small` and `mini`.
 
-Against transformers' kimi_linear on fla-core's kernels both sides hold the same weights in the Kimi-Linear form of the
-preset, and do a forward pass, a backward pass and a fused AdamW step. The K3-shaped presets with per-head Muon and
-quantile balancing have no peer. A row's bound is its operations at the measured matmul rate; its `extra` has bound / time, which
+Ours is the step that `perilune train` does, recorded as CUDA graphs. Against transformers' kimi_linear on fla-core's kernels
+both sides hold the same weights in the Kimi-Linear form of the preset, and do a forward pass, a backward pass and a fused AdamW
+step without any clipping. The K3-shaped presets with per-head Muon, quantile balancing, gradient and QK-clipping have no peer. A row's bound is its operations at the measured matmul rate; its `extra` has bound / time, which
 is the model's FLOP utilisation (`mfu`), tokens a second, and peak memory beyond weights and optimizer state.
 """
 
@@ -14,16 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from perilune.bench.harness import Case, Row, matmul_ceiling
+from perilune.bench.harness import Case, Row, matmul_ceiling, peak_bytes
 from perilune.bench.kimi_linear import import_peer, kimi_linear_shaped, pair, random_ids
-from perilune.bench.train import ours_step, peer_step
+from perilune.bench.train import peer_step
 from perilune.config import ModelConfig, OptimConfig
 from perilune.config.presets import preset
 from perilune.config.published import publish, to_json
+from perilune.data.loader import Batch
 from perilune.errors import ConfigError
 from perilune.model import Transformer, init_weights
+from perilune.optim.build import Optimizer
 from perilune.shapes.flops import train_flops_per_token
+from perilune.train.recorded import WARM_UP, Steps
+from perilune.train.step import Step
 
 BATCHES = {"small": (16, 2048), "mini": (4, 4096)}  # rows, tokens
 
@@ -75,6 +80,32 @@ class TrainCase(Case):
         return replace(row, extra=extra)
 
 
+class RecordedStep:
+    """Our training step on fixed ids `[B, T + 1]`, after those steps that come before a recording.
+
+    Attributes:
+        peak_bytes: of memory in a step that ran as it is: replayed ones use the same, taken once.
+    """
+
+    def __init__(self, model: Transformer, optim: OptimConfig, ids_BT: Tensor) -> None:
+        model.train().compute_dtype = torch.bfloat16
+        optimizer = Optimizer(model.named_parameters(), model.cfg, optim, muon_dtype=torch.bfloat16)
+        self._steps = Steps(Step(model, optimizer, grad_clip=optim.grad_clip, qk_clip=optim.qk_clip))
+        ids_BT = ids_BT.cpu()
+        self._batch = Batch(
+            ids_BT[:, :-1].clone(), ids_BT[:, 1:].clone(), torch.zeros_like(ids_BT[:, 1:], dtype=torch.bool)
+        )
+        for _ in range(WARM_UP - 1):
+            self()
+        self.peak_bytes = peak_bytes(self)
+        self()
+        assert self._steps.reason is None, f"the step was not recorded: {self._steps.reason}"
+
+    def __call__(self) -> float:
+        """One step; its loss."""
+        return self._steps.run([self._batch], 1.0).loss
+
+
 def _case(
     name: str,
     cfg: ModelConfig,
@@ -91,8 +122,8 @@ def _case(
         ids = random_ids(cfg, batch, length + 1).cuda()
         if precompile:
             ours, theirs = pair(cfg, device="cuda")
-            return ours_step(ours, optim, torch.bfloat16, ids), peer_step(theirs, torch.bfloat16, ids)
-        return ours_step(init_weights(Transformer(cfg)).cuda(), optim, torch.bfloat16, ids), None
+            return RecordedStep(ours, optim, ids), peer_step(theirs, torch.bfloat16, ids)
+        return RecordedStep(init_weights(Transformer(cfg)).cuda(), optim, ids), None
 
     return TrainCase(
         name=f"train_step_bf16_{name}", shape=f"{words}, B{batch} T{length}", make=make, tokens=batch * length,
@@ -114,7 +145,7 @@ def cases(peer: str) -> Iterator[TrainCase]:
         raise ConfigError(f"unknown peer {peer!r}; allowed: transformers, none")
     if peer == "transformers":
         _require_fla()
-    adamw = OptimConfig(name="adamw", lr_adamw=1e-4)
+    adamw = OptimConfig(name="adamw", lr_adamw=1e-4, grad_clip=0.0, qk_clip=0.0)
     for name, shape in BATCHES.items():  # first what needs no compilation of a peer
         yield _case(f"{name}_k3_muon", preset(name), shape, OptimConfig(), f"{name}, per-head Muon, quantile balancing")
     for name, shape in BATCHES.items():

@@ -263,7 +263,9 @@ def _measured(case: Case, device: str, samples: int) -> Row:
     medians = [statistics.median(found) for found in times]
     extra = work_done(case, device)
     if device.startswith("cuda"):
-        extra |= dict(zip(("peak_bytes", "peer_peak_bytes"), map(peak_bytes, runs)))
+        extra |= dict(
+            zip(("peak_bytes", "peer_peak_bytes"), (getattr(r, "peak_bytes", None) or peak_bytes(r) for r in runs))
+        )
     return Row(
         name=case.name,
         shape=case.shape,

@@ -18,6 +18,7 @@ from perilune.errors import ConfigError, RequestError
 from perilune.ops.choice import Choice
 from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.native.rows import choose, entry, threads_for
+from perilune.ops.triton.available import choose as choose_triton
 
 CPU_CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32 logits: stays near the cores' caches
 DEVICE_CHUNK_ELEMENTS = 1 << 26  # 256 MiB: large enough for full-rate products
@@ -27,7 +28,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def select(x_ND: Tensor) -> Choice:
     """Say which implementation turns a chunk of logits into loss and gradient, and why."""
-    return choose("elementwise", x_ND)
+    return choose_triton(x_ND) or choose("elementwise", x_ND)
 
 
 def linear_cross_entropy(
@@ -54,7 +55,7 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: shapes disagree, or reduction or chunk is unknown.
-        RequestError: a target lies outside the vocabulary (checked on the CPU only; a device asserts by itself).
+        RequestError: a target lies outside the vocabulary (checked on the CPU only; on a GPU its loss is NaN).
     """
     _check(x_ND, weight_ZD, target_N, reduction, chunk)
     tokens, kept = len(x_ND), None
@@ -70,11 +71,11 @@ def linear_cross_entropy(
     if chunk is None:
         elements = CPU_CHUNK_ELEMENTS if x_ND.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
         chunk = max(MIN_CHUNK, elements // len(weight_ZD))
-    native = select(x_ND).implementation == "native"
+    implementation = select(x_ND).implementation
     # Under no_grad a Function's needs_input_grad still says yes, so the wish is decided here.
     early = torch.is_grad_enabled() and reduction != "none"
     wanted = (early and x_ND.requires_grad, early and weight_ZD.requires_grad)
-    settings = (ignore_index, chunk, native)
+    settings = (ignore_index, chunk, implementation)
     loss = _LinearCrossEntropy.apply(x_ND, weight_ZD, target_N, settings, reduction != "none", wanted)
     if reduction == "sum":
         return loss
@@ -129,14 +130,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         if ctx.summed:
-            dx_ND, dweight_ZD = (None if grad is None else grad * dloss.to(grad.dtype) for grad in ctx.saved_tensors)
+            # In dloss's precision: half of it would scale every gradient by a rounded number.
+            dx_ND, dweight_ZD = (
+                None if grad is None else (grad.to(dloss.dtype) * dloss).to(grad.dtype) for grad in ctx.saved_tensors
+            )
         else:
             wanted = ctx.needs_input_grad[:2]
             _, dx_ND, dweight_ZD = _pass(*ctx.saved_tensors, *ctx.settings, wanted, dloss.contiguous())
         return dx_ND, dweight_ZD, None, None, None, None
 
 
-def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, native, wanted, scale_N):
+def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, implementation, wanted, scale_N):
     """One pass over all chunks: losses [N], and dx and dW of sum(scale * loss) where wanted (else None)."""
     tokens, vocabulary = len(x_ND), len(weight_ZD)
     exact = torch.promote_types(x_ND.dtype, torch.float32)
@@ -150,7 +154,7 @@ def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, native, wanted, scale_
         x_CD, target_C = x_ND[part], target_N[part]
         scale_C = None if scale_N is None else scale_N[part]
         logits_CZ = torch.mm(x_CD, head_ZD.t(), out=buffer[: len(x_CD)])
-        step = _native_rows if native else _torch_rows
+        step = _ROWS.get(implementation, _torch_rows)
         loss_N[part], logits_CZ = step(logits_CZ, target_C, ignore_index, any(wanted), scale_C)
         if dx_ND is not None:
             torch.mm(logits_CZ, head_ZD, out=dx_ND[part])
@@ -158,6 +162,8 @@ def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, native, wanted, scale_
             continue
         if exact == x_ND.dtype:
             dweight_ZD.addmm_(logits_CZ.t(), x_CD)
+        elif x_ND.is_cuda:
+            dweight_ZD += torch.mm(logits_CZ.t(), x_CD, out_dtype=exact)
         else:
             dweight_ZD += logits_CZ.t() @ x_CD
     return loss_N, dx_ND, None if dweight_ZD is None else dweight_ZD.to(weight_ZD.dtype)
@@ -189,3 +195,12 @@ def _native_rows(logits_CZ, target_C, ignore_index, gradient, scale_C):
         None if scale_C is None else scale_C.data_ptr(), vocabulary, ignore_index, int(gradient),
         threads_for(logits_CZ.numel()))  # fmt: skip
     return loss_C, logits_CZ
+
+
+def _triton_rows(logits_CZ, target_C, ignore_index, gradient, scale_C):
+    from perilune.ops.triton.cross_entropy import rows
+
+    return rows(logits_CZ, target_C, ignore_index, gradient, scale_C), logits_CZ
+
+
+_ROWS = {"native": _native_rows, "triton": _triton_rows}

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from perilune.ops import norm, short_conv, situ_glu
+from perilune.ops import cross_entropy, norm, short_conv, situ_glu
 from perilune.ops.segments import Segments
 
 pytestmark = [
@@ -123,6 +124,37 @@ def test_convolution_of_strided_views() -> None:
     for view in (wide[:, ::2, 8:520], wide[:, :, 3:515]):
         got, truth = (short_conv.short_conv(x, weight)[0] for x in (view, view.contiguous()))
         assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_cross_entropy(reduction: str, dtype: torch.dtype) -> None:
+    x, weight = normal(700, 64, dtype=dtype), 0.3 * normal(9001, 64, dtype=torch.float32, seed=1)
+    target = torch.randint(0, 9001, (700,), device="cuda")
+    target[::7] = -100
+    assert cross_entropy.select(x).implementation == "triton"
+
+    def found(function: Callable, x: Tensor, weight: Tensor) -> list[Tensor]:
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss = function(x, weight)
+        cotangent = (
+            torch.linspace(0.1, 1.0, loss.numel(), device="cuda", dtype=torch.float64).view(loss.shape).to(loss.dtype)
+        )
+        return [loss.detach(), *torch.autograd.grad(loss, (x, weight), cotangent)]
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32)), target, reduction=reduction
+        )
+
+    ours, again = (
+        found(lambda x, w: cross_entropy.linear_cross_entropy(x, w, target, reduction=reduction, chunk=256), x, weight)
+        for _ in range(2)
+    )
+    exact, theirs = found(plain, x.double(), weight.double()), found(plain, x, weight)
+    for got, twice, truth, peer in zip(ours, again, exact, theirs, strict=True):
+        assert torch.equal(got, twice)
+        assert relative_error(got, truth) <= 1.05 * relative_error(peer, truth) + 1e-6
 
 
 def test_t49_offsets_beyond_32_bits() -> None:

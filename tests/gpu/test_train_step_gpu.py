@@ -19,6 +19,11 @@ from perilune.train.inputs import Form
 from perilune.train.recorded import WARM_UP, Steps
 from perilune.train.step import Step, batch_loss, split_rows, train_step
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
 LENGTH = 256
 FACTORS = [0.2, 0.6, 1.0, 0.7, 0.4, 0.3]
 

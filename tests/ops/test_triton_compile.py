@@ -25,7 +25,7 @@ from perilune.ops.kda import triton_decode, triton_verify
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.gpu.states import kda_gpu_states
 from perilune.ops.kda.verify import Projections
-from perilune.ops.triton import norm, short_conv, situ_glu
+from perilune.ops.triton import cross_entropy, norm, short_conv, situ_glu
 
 HEADS, SIZE, WIDTH = 16, 128, 7168
 SHARED_BYTES = 232_448  # that a program may have on sm_90
@@ -111,6 +111,12 @@ def units(backward: bool) -> None:
             situ_glu.forward(gate, up, *caps)
 
 
+def losses() -> None:
+    target = torch.zeros(4, dtype=torch.int64)
+    cross_entropy.rows(half(4, 163_840), target, -100, True, None)
+    cross_entropy.rows(half(4, 16_384), target, -100, False, full(4))
+
+
 CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes that it may spill
     "decode, a few heads": (lambda: decode(triton_decode.decode_step, 1), 0),
     "decode, many heads": (lambda: decode(triton_decode.decode_step, 16), 64),
@@ -126,6 +132,7 @@ CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes th
     "convolution, backward": (lambda: convolution(True), 64),
     "norms": (lambda: rows(False), 0),
     "norms, backward": (lambda: rows(True), 0),
+    "cross-entropy": (losses, 0),
     "gated units": (lambda: units(False), 0),
     "gated units, backward": (lambda: units(True), 0),
 }
