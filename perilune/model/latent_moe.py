@@ -22,8 +22,11 @@ from perilune.ops.linear import linear
 from perilune.ops.moe import (
     BALANCERS,
     Balancer,
+    MixtureWeights,
     Routing,
     in_recompute,
+    layer_decode,
+    layer_obstacle,
     moe_decode,
     route,
     routed_experts,
@@ -136,10 +139,35 @@ class LatentMoE(nn.Module):
             z_NL, routing.index_NA, routing.weight_NA, experts.w1, experts.w3, experts.w2, cfg.activation, **caps
         )
 
+    def _weights(self) -> MixtureWeights | None:
+        """All weights as they are; None if some module stands in for one of this file's."""
+        latent = self.moe.latent_size is not None
+        maps = [self.down_proj, self.up_proj] if latent else []
+        shared = None
+        if self.moe.num_shared_experts:
+            maps += [self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj]
+            shared = (self.shared.gate_proj.weight, self.shared.up_proj.weight, self.shared.down_proj.weight)
+        if any(type(module) is not Linear for module in maps) or self.experts_function is not routed_experts:
+            return None
+        experts = self.experts
+        return MixtureWeights(
+            self.router.weight, self.router.bias, self.down_proj.weight if latent else None, self.up_proj.weight if latent else None,
+            (self.norm.weight, self.norm.eps) if latent and self.moe.latent_norm else None,
+            (experts.w1, experts.w3, experts.w2), shared,
+        )  # fmt: skip
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map `[B, T, D]` to `[B, T, D]`."""
         moe = self.moe
         x_ND = x_BTD.flatten(0, -2)
+        if x_ND.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+            weights = self._weights()
+            if weights is not None and layer_obstacle(x_ND, weights, moe.experts_per_token) is None:
+                few = layer_decode(
+                    x_ND, weights, moe.experts_per_token, self.cfg.activation, beta=self.cfg.situ_beta,
+                    linear_beta=self.cfg.situ_linear_beta, renormalize=moe.renormalize, scaling_factor=moe.routed_scaling_factor,
+                )  # fmt: skip
+                return few.view_as(x_BTD)
         out = self._routed(x_ND)
         if moe.latent_size is not None:
             out = self.up_proj(self.norm(out) if moe.latent_norm else out)

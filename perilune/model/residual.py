@@ -61,7 +61,7 @@ class DepthRead(nn.Module):
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             if summed is not None:
                 return read_rest(*summed, live, pending, weight, eps)
-            return read(bank, live, pending, self.score_weight, self.eps, weight, eps)
+            return read(bank, live, pending, self.norm, self.eps, weight, eps, self.query)
         live = _add(live, pending)
         return live if norm is None else norm(live), live
 

@@ -1,7 +1,8 @@
 """A read over depth in one launch on a CUDA device, with gradients: by the CUDA kernels or by Triton's.
 
 The CUDA kernels sum the mix again in their backward pass; Triton's keep it where a norm follows. Of two sources Triton's
-forward kernel, a program a token, is the faster one: its many programs hide what a token waits for between its steps.
+forward kernel, a program a token, is the faster one: its many programs hide what a token waits for between its steps. Of a few
+tokens the CUDA kernel is: it may begin while the kernel ahead of it still runs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from perilune.ops.attnres.slots import GradientSlots
 from perilune.ops.triton.available import missing
 
 FEW_SOURCES = 2
+FEW_ROWS = 132  # tokens, a block each
 
 
 def read(
     implementation: str, sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float,
     norm_weight_D: Tensor | None = None, norm_eps: float = 0.0, given: Tensor | None = None,
-    slot: tuple[GradientSlots, int] | None = None,
+    slot: tuple[GradientSlots, int] | None = None, query_D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mix the sources, the last of them being the running sum; arguments and results as `attnres.read`.
 
@@ -32,8 +34,16 @@ def read(
     slot: where the gradient of that source should be written; None = anywhere.
     """
     on_cuda = implementation == "cuda"
-    inputs = [*sources, delta, given, score_weight_D, norm_weight_D]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    inputs = [*sources, delta, given, score_weight_D, query_D, norm_weight_D]
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    few = on_cuda and not gradients and sources[0].numel() <= FEW_ROWS * sources[0].shape[-1]
+    if query_D is not None and not few:
+        score_weight_D, query_D = score_weight_D * query_D, None
+    if few:
+        total, out, _ = cuda.forward(
+            sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, given=_dense(given), query_D=query_D
+        )
+    elif gradients:
         total, out = _Read.apply(on_cuda, score_weight_D, norm_weight_D, delta, given, eps, norm_eps, slot, *sources)
     else:
         total, out, *_ = _forward(

@@ -29,6 +29,7 @@ def read(
     eps: float,
     norm_weight_D: Tensor | None = None,
     norm_eps: float = 0.0,
+    query_D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add, mix, normalise.
 
@@ -40,6 +41,7 @@ def read(
         eps: of the scores' norm.
         norm_weight_D: [D] weight of an RMSNorm of the result; None = no norm.
         norm_eps: of that norm.
+        query_D: [D]; then `score_weight_D` is the norm weight alone, and the two are multiplied here.
 
     Returns:
         The read [..., D] in live's dtype, and the running sum with delta added (live itself without delta), rounded to
@@ -59,7 +61,11 @@ def read(
         implementation = select(inputs).implementation
         if implementation in ("cuda", "triton"):
             check(sources, score_weight_D)
-            return fused_read.read(implementation, sources, delta, score_weight_D, eps, norm_weight_D, norm_eps)
+            return fused_read.read(
+                implementation, sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, query_D=query_D
+            )
+    if query_D is not None:
+        score_weight_D = score_weight_D * query_D
     if delta is not None:
         live = live + delta
     mixed = mix([*bank, live], score_weight_D, eps)

@@ -12,6 +12,7 @@ from perilune.errors import PeriluneError
 
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_*
 _BUFFER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 
 
@@ -55,22 +56,49 @@ class Parameters:
         )
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute whose value is an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+
+
 def launch(
-    function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Parameters, device: int
-) -> None:
-    """Queue a kernel on torch's current stream of `device`.
+    function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Parameters, device: int,
+    early: bool = False,
+) -> None:  # fmt: skip
+    """Queue a kernel on torch's current stream of `device`; `early`: it may begin before the kernel ahead of it has ended.
 
     Raises:
         CudaError: the launch was refused; what goes wrong later shows at the next synchronisation, as with torch.
     """
     # torch.cuda.current_stream makes an object around this number, which takes as long as the rest of the launch
     stream = torch._C._cuda_getCurrentRawStream(device)
-    call = _found().cuLaunchKernel
-    status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, parameters.extra)
+
+    def call() -> int:
+        if not early:
+            return _found().cuLaunchKernel(
+                function, *grid, threads, 1, 1, shared_bytes, stream, None, parameters.extra
+            )  # fmt: skip
+        how = _Configuration(*grid, threads, 1, 1, shared_bytes, stream, ctypes.pointer(_EARLY), 1)
+        return _found().cuLaunchKernelEx(ctypes.byref(how), function, None, parameters.extra)
+
+    status = call()
     if status in _WRONG_CONTEXT:  # a thread of which torch has not yet asked anything
         _enter(device)
-        status = call(function, *grid, threads, 1, 1, shared_bytes, stream, None, parameters.extra)
-    _checked(status, "cuLaunchKernel")
+        status = call()
+    _checked(status, "cuLaunchKernelEx" if early else "cuLaunchKernel")
 
 
 def _enter(device: int) -> None:

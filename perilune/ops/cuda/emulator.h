@@ -538,5 +538,19 @@ inline bool any(bool x) {
     return emulator::current->words[0];
 }
 
+inline u32 warp_largest(u32 x) {
+    emulator::current->words[0] = x;
+    emulator::together(emulator::VOTE, [](emulator::Thread* lanes) {
+        u32 most = 0;
+        for (int i = 0; i < 32; i++) most = lanes[i].words[0] > most ? lanes[i].words[0] : most;
+        for (int i = 0; i < 32; i++) lanes[i].words[0] = most;
+    });
+    return emulator::current->words[0];
+}
+inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
+
+inline void wait_for_earlier() {}
+inline void let_next_start() {}
+inline uint4 load_ahead(const void* p) { return *(const uint4*)p; }
 inline uint4 load_once(const uint4* p) { return *p; }
 inline void store_once(void* p, uint4 v) { memcpy(p, &v, 16); }

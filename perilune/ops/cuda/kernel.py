@@ -90,6 +90,7 @@ class Kernel:
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
         defines: macros, integers.
+        early: launched so that it may begin before the kernel ahead of it has ended; it calls `wait_for_earlier`.
     """
 
     def __init__(
@@ -101,9 +102,10 @@ class Kernel:
         threads: int,
         shared_bytes: int = 0,
         defines: Mapping[str, int] | None = None,
+        early: bool = False,
     ) -> None:
         self.source, self.entry, self.threads, self.shared_bytes = source, entry, threads, shared_bytes
-        self.defines = dict(defines or {})
+        self.defines, self.early = dict(defines or {}), early
         self._pointers = tuple(letter == "P" for letter in parameters)
         self._layout = struct.Struct("@" + parameters)
         self._parameters = driver.Parameters(self._layout.size)
@@ -156,7 +158,7 @@ class Kernel:
                 function = self._functions[index]
             with self._lock:
                 self._layout.pack_into(self._parameters.buffer, 0, *values)
-                driver.launch(function, sizes, self.threads, self.shared_bytes, self._parameters, index)
+                driver.launch(function, sizes, self.threads, self.shared_bytes, self._parameters, index, self.early)
             return
         assert _emulated.get(), "CPU tensors outside `emulated()`"
         with self._lock:  # the emulator runs one grid at a time

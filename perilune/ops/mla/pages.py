@@ -7,6 +7,8 @@ cached tokens are dealt out evenly (see `device`), its last bits do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from perilune.ops.choice import Choice, forced
@@ -14,6 +16,25 @@ from perilune.ops.mla import native
 from perilune.ops.mla.decode import attend_cached
 from perilune.ops.mla.kernel_choice import PAGE
 from perilune.ops.mla.latent import attend_latent
+
+
+@dataclass(slots=True)
+class PageTables:
+    """Lengths and pages as the kernels on a GPU read them, int32, kept for all layers of one forward pass.
+
+    Attributes:
+        length_B: see `attend_latent_pages`.
+        table_BP: numbers of pages of the pool.
+    """
+
+    length_B: Tensor | None = None
+    table_BP: Tensor | None = None
+
+    def of(self, length_B: Tensor, table_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in int32, converted at the first call."""
+        if self.length_B is None or self.table_BP is None:
+            self.length_B, self.table_BP = length_B.int(), table_BP.int()
+        return self.length_B, self.table_BP
 
 
 def select(q_nope_BHn: Tensor, entry_PSC: Tensor, w_uk_HnL: Tensor) -> Choice:
@@ -35,6 +56,7 @@ def attend_latent_pages(
     w_uk_HnL: Tensor,
     w_uv_HvL: Tensor,
     scale: float,
+    tables: PageTables | None = None,
 ) -> Tensor:
     """Attention in the latent space, no gradient.
 
@@ -46,6 +68,7 @@ def attend_latent_pages(
         length_B: int64 `[B]`: tokens of each sequence, the new one included; their entries are in the pages already.
         w_uk_HnL, w_uv_HvL: up-projections of keys `[H, n, L]` and values `[H, v, L]`.
         scale: factor on the scores.
+        tables: where lengths and pages are kept between the layers of a forward pass.
 
     Returns:
         `[B, H, v]` in the queries' dtype; scores, softmax and sums in fp32 (fp64).
@@ -63,8 +86,7 @@ def attend_latent_pages(
             w_uk_HnL,
             w_uv_HvL,
             scale,
-            length_B.int(),
-            table_BP.int(),
+            *(tables or PageTables()).of(length_B, table_BP),
         )[:, 0]
     out = q_nope_BHn.new_empty(*q_nope_BHn.shape[:2], w_uv_HvL.shape[1])
     for row, length in enumerate(length_B.tolist()):

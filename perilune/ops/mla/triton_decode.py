@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.ops.mla.device import LOG2E
-from perilune.ops.mla.kernel_choice import PAGE
 from perilune.ops.triton.available import units
 from perilune.ops.triton.products import product, trips
 from perilune.ops.triton.sizes import blocks, power_of_two
@@ -135,14 +134,6 @@ def tiling(rows: int, element_size: int) -> Tiling:
     return next((tile for tile in TILINGS if rows <= tile.rows), TILINGS[-1])
 
 
-def _small_pages(page_PSC: Tensor, inside: int, between: int) -> Tensor:
-    """The same bytes as pages of `PAGE` tokens, `inside` a page, whose places begin `between` such pages apart."""
-    pages, _, width = page_PSC.shape
-    step = page_PSC.stride(1)
-    assert page_PSC.stride(0) == between * PAGE * step, "pages begin at a multiple of 64 tokens' rows"
-    return page_PSC.as_strided(((pages - 1) * between + inside, PAGE, width), (PAGE * step, step, 1))
-
-
 def pieces(batch: int, tiles: int, steps: int, programs: int) -> int:
     """Pieces that a sequence's cache is cut into: the fewest whose work is spread over `programs` within 5 % of evenly.
 
@@ -169,14 +160,10 @@ def context(
     if query_shared_BTHr.stride(-1) != 1:
         query_shared_BTHr = query_shared_BTHr.contiguous()
     latent_BSL, shared_BSr = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_BSL, shared_BSr))
-    if table_BP is not None and latent_BSL.shape[1] != PAGE:
-        inside, between = latent_BSL.shape[1] // PAGE, latent_BSL.stride(0) // (PAGE * latent_BSL.stride(1))
-        latent_BSL, shared_BSr = (_small_pages(x, inside, between) for x in (latent_BSL, shared_BSr))
-        order = torch.arange(inside, device=table_BP.device)
-        table_BP = (table_BP[..., None] * between + order).flatten(1).int()
     batch, tokens, heads, extra = query_shared_BTHr.shape
     count, width = tokens * heads, query_BQL.shape[2]
-    capacity = latent_BSL.shape[1] if table_BP is None else table_BP.shape[1] * PAGE
+    page = latent_BSL.shape[1]  # with a table; tiles lie in one, since 64 divides it
+    capacity = page if table_BP is None else table_BP.shape[1] * page
     padded, padded_extra = max(16, power_of_two(width)), max(16, power_of_two(extra))
     tile = options or tiling(count, query_BQL.element_size())
     tiles = blocks(count, tile.rows)
@@ -190,8 +177,8 @@ def context(
     _split_kernel[(tiles, splits, batch)](
         query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, sums, logs, *query_shared_BTHr.stride()[:3],
         *latent_BSL.stride()[:2], *shared_BSr.stride()[:2], 0 if table_BP is None else table_BP.stride(0), capacity, tokens,
-        heads, scale * LOG2E, L=width, R=extra, BL=padded, BR=padded_extra, BM=tile.rows, BS=tile.keys, PAGE=PAGE,
-        PAGED=table_BP is not None, num_warps=tile.warps, num_stages=tile.stages,
+        heads, scale * LOG2E, L=width, R=extra, BL=padded, BR=padded_extra, BM=tile.rows, BS=tile.keys,
+        PAGE=1 if table_BP is None else page, PAGED=table_BP is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if logs is not None:
         pieces_padded = power_of_two(splits)

@@ -2,7 +2,7 @@
 
 from perilune.ops.moe.balance import BALANCERS, Balancer
 from perilune.ops.moe.balancer import in_recompute
-from perilune.ops.moe.decode import mlp_decode, moe_decode
+from perilune.ops.moe.decode import MixtureWeights, layer_decode, layer_obstacle, mlp_decode, moe_decode
 from perilune.ops.moe.experts import routed_experts
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.moe.router import Routing, route
@@ -11,9 +11,12 @@ __all__ = [
     "BALANCERS",
     "Balancer",
     "DispatchPlan",
+    "MixtureWeights",
     "Routing",
     "dispatch_plan",
     "in_recompute",
+    "layer_decode",
+    "layer_obstacle",
     "mlp_decode",
     "moe_decode",
     "route",

@@ -5,7 +5,7 @@
 // A token's rows are in shared memory before they are scored, and are mixed out of it: no online softmax, one barrier a
 // token, while the rows of the next token arrive. See ring.h.
 //
-// Macros beside ring.h's: SOURCES (M, at most 16), HAS_DELTA, GIVEN (the first source is a sum over a bank, whose score is
+// Macros beside ring.h's: SOURCES (M, at most 16), HAS_DELTA, HAS_QUERY (c = score_weight query), GIVEN (the first source is a sum over a bank, whose score is
 // given), HAS_NORM, TRAINING (keep scores, 1 / root mean square, and the softmax's log-denominator), BLOCKS.
 #include "device.h"
 #include "ring.h"
@@ -18,7 +18,7 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 DEVICE int source_of(int j) { return j == 0 ? M - 1 : j - 1; }
 
 KERNEL(THREADS, BLOCKS) forward(
-    Sources<M> sources, const bf16* delta, i64 delta_stride, const float* given, const float* score_weight, const float* norm_weight,
+    Sources<M> sources, const bf16* delta, i64 delta_stride, const float* given, const float* score_weight, const float* query, const float* norm_weight,
     bf16* total, bf16* out, float* statistics, i64 rows, float eps, float norm_eps) {
     SHARED(memory);
     const int thread = threadIdx.x, lane = thread % 32, mine = folded<2 * M>(lane);
@@ -26,8 +26,16 @@ KERNEL(THREADS, BLOCKS) forward(
     float* const scratch = (float*)(memory + RING * VECTORS * THREADS * 16);  // [2][WARPS][2 M], then [2][WARPS]
     float* const norm_scratch = scratch + 2 * WARPS * 2 * M;
     const i64 step = gridDim.x;
+    let_next_start();
+    wait_for_earlier();
     float c[NUMBERS];
     load_floats(c, score_weight);
+    if (HAS_QUERY) {
+        float q[NUMBERS];
+        load_floats(q, query);
+#pragma unroll
+        for (int e = 0; e < NUMBERS; e++) c[e] *= q[e];
+    }
 
     auto row_of = [&](int item, i64 row) -> const bf16* {
         if (row >= rows) return nullptr;

@@ -54,23 +54,28 @@ def plan(width: int, items: int, sources: int) -> Plan | None:
 
 
 @cache
-def kernel(name: str, width: int, sources: int, extra: int, given: bool, norm: bool, training: bool) -> Kernel:
+def kernel(
+    name: str, width: int, sources: int, extra: int, given: bool, norm: bool, training: bool, query: bool = False
+) -> Kernel:
     """The kernel `name` for these macros. extra: rows of a token beside the sources: delta; dout and dtotal."""
     items = sources + extra
     layout = plan(width, items, sources)
     assert layout is not None, "asked for a kernel where `unsuitable` gives a reason"
-    flags = {"HAS_DELTA": extra, "TRAINING": training} if name == "forward" else {"HAS_TOTAL": extra - 1}
+    flags = {"HAS_TOTAL": extra - 1}
+    if name == "forward":
+        flags = {"HAS_DELTA": extra, "TRAINING": training, "HAS_QUERY": query}
     tables = "P" * sources + "q" * sources + ("" if name == "forward" else "P" * sources)
     return Kernel(
         Path(__file__).parent / f"{name}.cu",
         name,
-        tables + ("PqPPPPPPqff" if name == "forward" else "PqPqPPPPPPqf"),
+        tables + ("PqPPPPPPPqff" if name == "forward" else "PqPqPPPPPPqf"),
         threads=layout.threads,
         shared_bytes=layout.shared_bytes,
         defines={
             "WIDTH": width, "THREADS": layout.threads, "VECTORS": layout.vectors, "ITEMS": items, "RING": layout.ring,
             "BLOCKS": layout.blocks, "SOURCES": sources, "GIVEN": int(given), "HAS_NORM": int(norm),
         } | {name: int(flag) for name, flag in flags.items()},
+        early=name == "forward",
     )  # fmt: skip
 
 
@@ -110,11 +115,12 @@ def _floats(weight: Tensor | None) -> Tensor | None:
 
 def forward(
     sources: Sequence[Tensor], delta: Tensor | None, score_weight_D: Tensor, eps: float, norm_weight_D: Tensor | None,
-    norm_eps: float, training: bool = False, given: Tensor | None = None,
+    norm_eps: float, training: bool = False, given: Tensor | None = None, query_D: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Launch the forward kernel.
 
     given: scores [rows] float32 of the first source, which is then a sum over a bank.
+    query_D: the score weight is score_weight_D * query_D; None = it is score_weight_D.
 
     Returns:
         (running sum or None without delta, output, statistics [rows, 2 M + 1] for training: scores, rstd, and the logarithm
@@ -128,11 +134,18 @@ def forward(
     out = fresh(first)
     statistics = torch.empty(rows, 2 * count + 1, device=first.device) if training else None
     run = kernel(
-        "forward", width, count, int(delta is not None), given is not None, norm_weight_D is not None, training
+        "forward",
+        width,
+        count,
+        int(delta is not None),
+        given is not None,
+        norm_weight_D is not None,
+        training,
+        query_D is not None,
     )
     run.launch(
         (_programs(run, rows, first.device),), *views, *strides, *_rows(delta), given, _floats(score_weight_D),
-        _floats(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
+        _floats(query_D), _floats(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
     )  # fmt: skip
     return total, out, statistics
 

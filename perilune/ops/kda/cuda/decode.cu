@@ -160,6 +160,8 @@ KERNEL(THREADS, 1) decode(
         }
     };
 
+    let_next_start();
+    wait_for_earlier();
     int program = blockIdx.x, stage = 0;
     Inputs next = gather(program);  // before the state: the first pair waits for them, and they would queue behind it
     fetch(program, 0);

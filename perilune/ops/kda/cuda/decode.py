@@ -46,6 +46,7 @@ def kernel(
         shared_bytes=4 * floats,
         defines={"GROUPS": GROUPS, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps}
         | {n: int(f) for n, f in flags.items()},
+        early=True,
     )
 
 

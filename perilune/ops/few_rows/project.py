@@ -1,0 +1,77 @@
+"""Several projections of a few tokens as one launch; see project.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perilune.ops.cuda import Kernel
+from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, rows_of, sum_bytes, token_tiles
+from perilune.ops.triton.sizes import blocks
+
+MOST_MATRICES = 6
+
+
+@cache
+def kernel(width: int, second: int, segments: int, tiles: int, norm: bool, gated: bool) -> Kernel:
+    """The kernel for these macros."""
+    row_tiles = 1 if tiles == 1 else 2  # with more tokens a block's reads of x weigh as much as those of its matrix
+    return Kernel(
+        Path(__file__).parent / "cuda" / "project.cu",
+        "project",
+        "P" * (2 * segments) + "i" * segments + "PPPPP" + "qqqq" + "if",
+        threads=32 * WARPS,
+        shared_bytes=sum_bytes(row_tiles, tiles) + 4 * WARPS * TILE_TOKENS * tiles,
+        defines={
+            "WIDTH": width, "SECOND": second, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
+            "NORM": int(norm), "GATED": int(gated),
+        },
+        early=True,
+    )  # fmt: skip
+
+
+def project(
+    x_NK: Tensor,
+    weights_OK: Sequence[Tensor],
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate_NK: Tensor | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
+    """W x of each matrix.
+
+    Args:
+        x_NK: `[N, K]` bfloat16 tokens that `kernels.why_not` lets pass.
+        weights_OK: up to six `[O_s, K]` bfloat16 matrices; one with a second operand.
+        norm: (weight `[K]` float32, eps) of an RMSNorm of x.
+        gate_NK: x is multiplied by sigmoid(gate).
+        second: (x2 `[N, K2]`, W2 `[O, K2]`): y = W x + W2 x2.
+
+    Returns:
+        `[N, O_s]` of each, bfloat16: slices of one tensor whose rows start at multiples of 16 bytes.
+    """
+    x_NK = rows_of(x_NK)
+    tokens, width = x_NK.shape
+    tiles = token_tiles(tokens)
+    sizes = [len(weight) for weight in weights_OK]
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + 8 * blocks(size, 8))
+    out = torch.empty(tokens, places[-1], dtype=x_NK.dtype, device=x_NK.device)
+    outs = [out[:, place : place + size] for place, size in zip(places, sizes)]
+    x2, w2 = (None, None) if second is None else (rows_of(second[0]), second[1])
+    gate = None if gate_NK is None else rows_of(gate_NK)
+    run = kernel(
+        width, 0 if x2 is None else x2.shape[1], len(sizes), tiles, norm is not None, gate is not None
+    )  # fmt: skip
+    rows = ROWS * run.defines["ROW_TILES"]
+    scale, eps = (None, 0.0) if norm is None else norm
+    run.launch(
+        (sum(blocks(size, rows) for size in sizes),), *weights_OK, *outs, *sizes, x_NK, gate, scale, w2, x2, x_NK.stride(0),
+        0 if gate is None else gate.stride(0), 0 if x2 is None else x2.stride(0), out.stride(0), tokens, eps,
+    )  # fmt: skip
+    return outs
