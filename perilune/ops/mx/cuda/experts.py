@@ -1,4 +1,4 @@
-"""Routed experts of a few tokens on MXFP4 weights as two CUDA kernels, without a plan.
+"""Routed experts of a few tokens on MXFP4 weights as three CUDA kernels, without a plan.
 
 Each (token, expert) pair reads its expert's matrices, so nothing is sorted or counted, and a token's bits do not depend on
 its company. Pairs that share an expert read it once each: worth it while there are few pairs.
@@ -12,7 +12,7 @@ from torch import Tensor
 from perilune.ops.mx.cuda.hidden import hidden
 from perilune.ops.mx.cuda.hidden import kernel as hidden_kernel
 from perilune.ops.mx.cuda.output import kernel as output_kernel
-from perilune.ops.mx.cuda.output import output
+from perilune.ops.mx.cuda.output import output, sum_kernel
 from perilune.ops.mx.fake_quant import fake_quantize
 from perilune.ops.mx.pack import DeviceWeight
 
@@ -25,7 +25,7 @@ def why_not(z_NL: Tensor, index_NA: Tensor, experts: int) -> str | None:
         return f"the CUDA kernels multiply bfloat16, not {str(z_NL.dtype).removeprefix('torch.')}"
     if index_NA.numel() * EXPERTS_A_PAIR > experts:
         return f"{index_NA.numel()} pairs share {experts} experts, and a plan reads each expert once"
-    for kernel in (hidden_kernel(True, True), output_kernel()):
+    for kernel in (hidden_kernel(True, True), output_kernel(), sum_kernel()):
         if (reason := kernel.unavailable_reason(z_NL.device)) is not None:
             return reason
     return None
