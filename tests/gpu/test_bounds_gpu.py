@@ -155,14 +155,34 @@ def kda_verify():
     return x, step
 
 
-@case
-def mla_attend():
+def attend_case(key: int, value: int, form: str) -> tuple[Inputs, Function]:
     starts = torch.zeros(2, 150, dtype=torch.bool)
     starts[0, [3, 70]] = starts[1, 149] = True
     packed = Segments.from_starts(starts)
     segments = Segments(packed.cu_seqlens.cuda(), 2, 150)
-    x = {f"{n}_": normal(2, 150, 2, d) for n, d in (("q", 192), ("k", 192), ("v", 128))}
-    return x, lambda x: attend(x["q_"], x["k_"], x["v_"], 192**-0.5, segments)
+    x = {f"{n}_": normal(2, 150, 2, d) for n, d in (("q", key), ("k", key), ("v", value))}
+
+    def run(x: Inputs) -> list[Tensor]:
+        largest = torch.zeros(2, device="cuda")
+        with force(form):
+            return [attend(*x.values(), key**-0.5, segments, largest_H=largest), largest]
+
+    return x, run
+
+
+@case
+def mla_attend():
+    return attend_case(192, 128, "cuda")
+
+
+@case
+def mla_attend_small():
+    return attend_case(96, 64, "cuda")
+
+
+@case
+def mla_attend_triton():
+    return attend_case(192, 128, "triton")
 
 
 @case
@@ -264,11 +284,14 @@ def experts():
     return x, lambda x: routed_experts(*x.values())
 
 
-@case
-def experts_on_packed_weights():
-    shapes = {"w1": (3, 160, 96), "w3": (3, 160, 96), "w2": (3, 96, 160)}
+def packed_case(tokens: int, count: int) -> tuple[Inputs, Function]:
+    shapes = {"w1": (count, 160, 96), "w3": (count, 160, 96), "w2": (count, 96, 160)}
     packed = {n: pack(*PackedWeight.of(normal(*s, dtype=torch.float32, scale=0.1))) for n, s in shapes.items()}
-    x = {"z": normal(37, 96), "index": chosen_experts(37, 3, 2), "mixing": torch.rand(37, 2, device="cuda")}
+    x = {
+        "z": normal(tokens, 96),
+        "index": chosen_experts(tokens, count, 2),
+        "mixing": torch.rand(tokens, 2, device="cuda"),
+    }
     x |= {f"{n} {field}": t for n, w in packed.items() for field, t in w._asdict().items() if isinstance(t, Tensor)}
 
     def run(x: Inputs) -> Tensor:
@@ -276,6 +299,16 @@ def experts_on_packed_weights():
         return packed_experts(x["z"], x["index"], x["mixing"], *weights)
 
     return x, run
+
+
+@case
+def experts_on_packed_weights():
+    return packed_case(37, 3)
+
+
+@case
+def experts_on_packed_weights_without_a_plan():
+    return packed_case(1, 8)
 
 
 @case
