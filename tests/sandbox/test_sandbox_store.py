@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from perilune.errors import CapacityError, ConfigError, SandboxError
 from perilune.sandbox.guest import layer, linux
 from perilune.sandbox.protocol import StoreDamaged, StoreFull
-from perilune.sandbox.store import SMALL, SYNCS, Snapshot, Store
+from perilune.sandbox.store import SYNCS, Snapshot, Store
+from perilune.sandbox.store.batch import SMALL
 
 TESTED_DRIVERS = ("proc",)
 
