@@ -17,10 +17,11 @@ from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.paged import PagedRecurrent
 from perilune.model.state import RecurrentState
-from perilune.ops.kda import chunk_kda, chunk_kda_states, fused_kda_gate, kda_decode_step
+from perilune.ops.kda import chunk_kda, chunk_kda_states, fused_kda_gate, kda_decode_step, packed_kda_states
 from perilune.ops.kda.decode_pages import kda_decode_pages
 from perilune.ops.linear import linears
 from perilune.ops.norm import gated_rms_norm
+from perilune.ops.packed_conv import packed_conv
 from perilune.ops.segments import Segments
 from perilune.ops.short_conv import short_conv
 
@@ -89,8 +90,13 @@ class KDA(nn.Module):
         final memory and those at the state's marks."""
         beta, initial, marked = self.b_proj(x_BTD), None if state is None else state.memory_BHVK, None
         gate |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True}
-        if state is not None and state.marks:
+        packing = state.packing if isinstance(state, PagedRecurrent) else None
+        if packing is not None:
+            sequences = (packing.offsets, packing.marks)
+            out, memory, marked = packed_kda_states(q, k, v, g, beta, *sequences, initial_state=initial, **gate)
+        elif state is not None and state.marks:
             out, memory, marked = chunk_kda_states(q, k, v, g, beta, state.marks, initial_state=initial, **gate)
+            marked = marked.flatten(0, 1)
         else:
             packed = {}
             if segments is not None:
@@ -114,18 +120,26 @@ class KDA(nn.Module):
     ) -> Tensor:
         """Convolution and memory over raw projections `[B, T, X]`: the outputs `[B, T, H, V]`; `state` is updated in place."""
         kda, before = self.kda, None if state is None else state.window_BXW
-        qkv, window = short_conv(raw, self.qkv_conv, before, segments)
+        packing = state.packing if isinstance(state, PagedRecurrent) else None
+        at_marks = None
+        if packing is not None:
+            qkv, windows = packed_conv(raw[0], self.qkv_conv, before, packing.chunks)
+            window, at_marks = windows.tensor_split([len(packing.offsets) - 1])
+            qkv = qkv[None]
+        else:
+            qkv, window = short_conv(raw, self.qkv_conv, before, segments)
         q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
         q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (kda.num_heads, kda.value_dim))
         out, memory, marked = self._memory(q, k, v, x_BTD, state, segments)
         if state is not None:
             assert memory is not None, "a call with a state asks for the final memory"
-            if marked is not None:
+            if marked is not None and len(marked):
                 assert isinstance(state, PagedRecurrent), "only states in pages have marks"
-                line_BTX, taps = torch.cat((before.mT, raw), dim=1), kda.conv_kernel - 1
-                for mark, memory_BHVK in zip(state.marks, marked, strict=True):
-                    state.export(mark, line_BTX[:, mark : mark + taps].mT, memory_BHVK)
+                if at_marks is None:
+                    line_BTX, taps = torch.cat((before.mT, raw), dim=1), kda.conv_kernel - 1
+                    at_marks = torch.cat([line_BTX[:, mark : mark + taps].mT for mark in state.marks])
+                state.export(at_marks, marked)
             state.window_BXW, state.memory_BHVK = window, memory
         return out
 
@@ -140,13 +154,7 @@ class KDA(nn.Module):
         if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
             return self._decode(x_BTD, state), state
         raw = self.qkv_proj(x_BTD)
-        parts = state.parts() if isinstance(state, PagedRecurrent) else []
-        if parts:  # chunks of several sequences, one behind the other
-            sizes, states = zip(*parts)
-            pieces = zip(raw.split(sizes, 1), x_BTD.split(sizes, 1), states)
-            out = torch.cat([self._recur(*piece, None) for piece in pieces], dim=1)
-        else:
-            out = self._recur(raw, x_BTD, state, segments)
+        out = self._recur(raw, x_BTD, state, segments)
         gate = self.output_gate(x_BTD).view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
 

@@ -11,6 +11,8 @@ is. With `rope_theta` set, q_r and r are rotated (the K2-style baseline).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -19,13 +21,18 @@ from perilune.model.linear import Linear
 from perilune.model.norm import RMSNorm
 from perilune.model.paged import PagedCache
 from perilune.model.state import LatentCache
+from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.mla import attend, attend_latent, max_logit
+from perilune.ops.mla.append import append_latents
+from perilune.ops.mla.packed import CachedChunks, attend_packed
 from perilune.ops.mla.pages import attend_latent_pages
 from perilune.ops.rope import rope
 from perilune.ops.segments import Segments
 
 # Up to this many new tokens the absorbed form reads less than rebuilding all keys and values from the latents.
 ABSORBED_TOKENS = 8
+# Keys and values that are rebuilt at once; with longer caches heads take turns. 400K tokens of 16 heads of 96 and 64: 2.9 GB.
+EXPANDED_BYTES = 2**32
 
 
 class GatedMLA(nn.Module):
@@ -81,13 +88,28 @@ class GatedMLA(nn.Module):
             shared = rope(shared[..., None, :], positions, self.mla.rope_theta)[..., 0, :]
         return self.kv_a_norm(latent), shared
 
-    def expand(self, latent_BSL: Tensor, shared_BSr: Tensor) -> tuple[Tensor, Tensor]:
-        """Rebuild keys `[B, S, H, nope+r]` and values `[B, S, H, V]` from the latents."""
+    def expand(self, latent_BSL: Tensor, shared_BSr: Tensor, heads: slice | None = None) -> tuple[Tensor, Tensor]:
+        """Rebuild keys `[B, S, H, nope+r]` and values `[B, S, H, V]` from the latents, of some heads only if told so."""
         mla = self.mla
-        kv = self.kv_b_proj(latent_BSL).unflatten(-1, (mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim))
+        if heads is None:
+            kv = self.kv_b_proj(latent_BSL)
+        else:
+            kv = linear(latent_BSL, self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1))[heads].flatten(0, 1))
+        kv = kv.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         k_nope, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
         shared = shared_BSr[..., None, :].expand(*k_nope.shape[:-1], mla.qk_rope_head_dim)
         return torch.cat((k_nope, shared), dim=-1), v
+
+    def _expanded(self, entries_BSC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Keys and values of all heads, as many at once as `EXPANDED_BYTES` hold: (heads, keys, values)."""
+        mla = self.mla
+        latent_and_shared = entries_BSC.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        width = mla.qk_nope_head_dim + mla.v_head_dim + mla.qk_head_dim
+        each = entries_BSC.shape[:2].numel() * width * entries_BSC.element_size()
+        at_once = max(1, min(mla.num_heads, EXPANDED_BYTES // max(1, each)))
+        for first in range(0, mla.num_heads, at_once):
+            heads = slice(first, first + at_once)
+            yield heads, *self.expand(*latent_and_shared, None if at_once == mla.num_heads else heads)
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Key and value up-projections `[H, n, L]` and `[H, V, L]`."""
@@ -106,27 +128,56 @@ class GatedMLA(nn.Module):
         """Attention of T new tokens over `past + T` cached ones; all rows have the same length."""
         if q_nope.shape[1] <= ABSORBED_TOKENS:
             return self._absorbed(q_nope, q_shared, entries_BSC, past)
-        keys, values = self.expand(*entries_BSC.split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1))
-        return attend(torch.cat((q_nope, q_shared), dim=-1), keys, values, self.scale, past=past, fp32_output=False)
+        q, out = torch.cat((q_nope, q_shared), dim=-1), []
+        for heads, keys, values in self._expanded(entries_BSC):
+            out.append(attend(q[:, :, heads], keys, values, self.scale, past=past, fp32_output=False))
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    def _attend_chunk(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache) -> Tensor:
-        """Attention of a chunk of one row."""
-        return self._attend_cached(q_nope, q_shared, cache.entries(0), cache.rows.past[0])
+    def _attend_packed(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache, chunks: CachedChunks) -> Tensor:
+        """Attention of the chunks of several rows."""
+        q, out = torch.cat((q_nope, q_shared), dim=-1)[0], []
+        for heads, keys, values in self._expanded(cache.all_entries()):
+            out.append(attend_packed(q[:, heads], keys[0], values[0], self.scale, chunks))
+        return torch.cat(out, 1)[None]
 
     def _attend_pages(self, q_nope: Tensor, q_shared: Tensor, cache: PagedCache) -> Tensor:
-        """Attention of chunks, each a part of a single row, or of one token of each of several rows of any lengths."""
-        rows, parts = cache.rows, cache.parts()
-        if parts:
-            sizes, caches = zip(*parts)
-            pieces = zip(q_nope.split(sizes, 1), q_shared.split(sizes, 1), caches)
-            return torch.cat([self._attend_chunk(*piece) for piece in pieces], dim=1)
+        """Attention of a chunk of one row, of chunks of several, or of one token of each of several rows of any lengths."""
+        rows = cache.rows
+        if rows.packing is not None:
+            return self._attend_packed(q_nope, q_shared, cache, rows.packing.cached)
         if q_nope.shape[1] > 1:
-            return self._attend_chunk(q_nope, q_shared, cache)
+            return self._attend_cached(q_nope, q_shared, cache.entries(0), rows.past[0])
         up_k, up_v = self._up_projections(q_nope.dtype)
         out_BHV = attend_latent_pages(
-            q_nope[:, 0], q_shared[:, 0], cache.entry_PSC, rows.table_BP, rows.length_B, up_k, up_v, self.scale
+            q_nope[:, 0],
+            q_shared[:, 0],
+            cache.entry_PSC,
+            rows.table_BP,
+            rows.length_B,
+            up_k,
+            up_v,
+            self.scale,
+            cache.tables,
         )
         return out_BHV[:, None]
+
+    def _decode(self, x_BD: Tensor, cache: PagedCache) -> Tensor:
+        """One token of each row: the projections of x together, norms and gate within the products behind them."""
+        mla, rows = self.mla, cache.rows
+        first = self.q_proj if mla.q_lora_rank is None else self.q_a_proj
+        gates = [self.g_proj.weight] if mla.output_gate else []
+        q, kv, *gate = linears(x_BD, first.weight, self.kv_a_proj.weight, *gates)
+        if mla.q_lora_rank is not None:
+            q = normed_linear(q, self.q_a_norm.weight, self.q_a_norm.eps, self.q_b_proj.weight)
+        append_latents(kv, self.kv_a_norm.weight, self.kv_a_norm.eps, cache.entry_PSC, rows.page_N, rows.slot_N)
+        q_nope, q_shared = q.unflatten(-1, (mla.num_heads, mla.qk_head_dim)).split(
+            (mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1
+        )
+        up_k, up_v = self._up_projections(q.dtype)
+        out = attend_latent_pages(
+            q_nope, q_shared, cache.entry_PSC, rows.table_BP, rows.length_B, up_k, up_v, self.scale, cache.tables
+        ).flatten(1)
+        return gated_linear(out, gate[0], self.o_proj.weight) if gate else self.o_proj(out)
 
     def forward(
         self,
@@ -137,6 +188,13 @@ class GatedMLA(nn.Module):
     ) -> tuple[Tensor, LatentCache | PagedCache | None]:
         """Mix `[B, T, D]`; with a state, `past` gives the tokens that each row has cached, and new entries are appended."""
         tokens = x_BTD.shape[1]
+        if (
+            isinstance(state, PagedCache)
+            and state.decodes
+            and self.mla.rope_theta is None
+            and not torch.is_grad_enabled()
+        ):
+            return self._decode(x_BTD[:, 0], state)[:, None], state
         q_nope, q_shared = self.queries(x_BTD, past)
         latent, shared = self.latents(x_BTD, past)
         if state is None:

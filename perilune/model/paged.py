@@ -2,8 +2,8 @@
 
 A page holds cached tokens of every attention layer, or the states of as many recurrent layers; both are views of the same
 bytes. The rows of a forward pass are described once, by `PagedRows`, and every layer reads the same description. Decoding
-takes rows of different lengths, one token each. Chunks of prompts lie one behind the other in a single row, whose parts
-they are: everything that looks at one token at a time runs over all of them, memory and attention over each.
+takes rows of different lengths, one token each. Chunks of several prompts lie one behind the other in a single row, see
+`packing`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.model.packing import Packing
+from perilune.ops.mla.pages import PageTables
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A point inside a chunk where the states of all recurrent layers are written.
 
     Attributes:
+        chunk: of several chunks in a row, which one.
         offset: tokens of the chunk before it, below the chunk's length.
         pages: where to, one page for each cache group.
     """
 
+    chunk: int
     offset: int
     pages: tuple[int, ...]
 
@@ -35,11 +40,12 @@ class PagedRows:
     Attributes:
         past: tokens that each row has already.
         page_N, slot_N: page, and place in it, of each new token, rows one behind the other (N = B T).
-        table_BP: pages of each row's tokens in order; entries behind a row's last page mean nothing.
-        length_B: tokens of each row, the new ones included.
-        state_GB: page of each row's states, for each cache group.
+        table_BP: pages of each row's tokens in order; entries behind a row's last page mean nothing. Of several chunks the
+            pages of all of them, in one row.
+        length_B: tokens of each row, or of each chunk's sequence, the new ones included.
+        state_GB: page of the states of each, for each cache group.
         marks: points where states are written, ascending; only with a single row.
-        parts: of several chunks one behind the other, the description of each alone; () = rows of equally many tokens.
+        packing: of several chunks one behind the other; None = rows of equally many tokens.
     """
 
     past: list[int]
@@ -49,12 +55,12 @@ class PagedRows:
     length_B: Tensor
     state_GB: Tensor
     marks: tuple[Mark, ...] = ()
-    parts: tuple[PagedRows, ...] = ()
+    packing: Packing | None = None
 
     @property
     def tokens(self) -> int:
-        """New tokens of each row, of all parts together."""
-        return len(self.page_N) // (1 if self.parts else len(self.past))
+        """New tokens of each row, of all chunks together."""
+        return len(self.page_N) // (1 if self.packing else len(self.past))
 
 
 class PagedRecurrent:
@@ -72,14 +78,14 @@ class PagedRecurrent:
         self._group, self._rows = group, rows
         self.page_B = rows.state_GB[group]
 
-    def parts(self) -> list[tuple[int, PagedRecurrent]]:
-        """Tokens and states of each part; empty if there are none."""
-        pools = (self.memory_PHVK, self.window_PHw, self._group)
-        return [(part.tokens, PagedRecurrent(*pools, part)) for part in self._rows.parts]
+    @property
+    def packing(self) -> Packing | None:
+        """Where the chunks of several sequences lie; None = there is one, or rows of equally many tokens."""
+        return self._rows.packing
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """Offsets at which `export` is to be called."""
+        """Offsets in a single chunk at which `export` wants states."""
         return tuple(mark.offset for mark in self._rows.marks)
 
     @property
@@ -100,12 +106,12 @@ class PagedRecurrent:
     def window_BXW(self, value: Tensor) -> None:
         self.window_PHw[self.page_B] = self._by_head(value)
 
-    def export(self, offset: int, window_BXW: Tensor, memory_BHVK: Tensor) -> None:
-        """Write the states after the first `offset` tokens of the chunk to the pages of that mark."""
-        (pages,) = (mark.pages for mark in self._rows.marks if mark.offset == offset)
-        page = pages[self._group]
-        self.memory_PHVK[page] = memory_BHVK[0]
-        self.window_PHw[page] = self._by_head(window_BXW)[0]
+    def export(self, window_MXW: Tensor, memory_MHVK: Tensor) -> None:
+        """Write the states at all marks to their pages."""
+        pages = [mark.pages[self._group] for mark in self._rows.marks]
+        for page, memory_HVK, window_Hw in zip(pages, memory_MHVK, self._by_head(window_MXW), strict=True):
+            self.memory_PHVK[page] = memory_HVK
+            self.window_PHw[page] = window_Hw
 
     def _parts(self, taps: int) -> tuple[int, int, int]:
         key, value = self.memory_PHVK.shape[3], self.memory_PHVK.shape[2]
@@ -137,14 +143,18 @@ class PagedCache:
     def __init__(self, entry_PSC: Tensor, rows: PagedRows) -> None:
         self.entry_PSC = entry_PSC
         self.rows = rows
+        self.tables: PageTables | None = (
+            None  # the rows' lengths and pages as kernels read them, made once for all layers
+        )
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the pass has one token of each of its rows."""
+        return self.rows.packing is None and self.rows.tokens == 1
 
     def append(self, entry_BTC: Tensor) -> None:
         """Write the entries of the new tokens."""
         self.entry_PSC[self.rows.page_N, self.rows.slot_N] = entry_BTC.flatten(0, 1).to(self.entry_PSC.dtype)
-
-    def parts(self) -> list[tuple[int, PagedCache]]:
-        """Tokens and cache of each part; empty if there are none."""
-        return [(part.tokens, PagedCache(self.entry_PSC, part)) for part in self.rows.parts]
 
     def entries(self, row: int) -> Tensor:
         """A copy of all entries of a row, the new ones included: `[1, S, C]`."""
@@ -152,6 +162,16 @@ class PagedCache:
         length = rows.past[row] + rows.tokens
         table = rows.table_BP[row, : -(-length // size)]
         return self.entry_PSC[table].flatten(0, 1)[None, :length]
+
+    def all_entries(self) -> Tensor:
+        """A copy of all entries of the sequences of several chunks, in whole pages, the new ones included: `[1, S, C]`; zeros
+        behind each sequence's last one."""
+        packing = self.rows.packing
+        assert packing is not None, "a single sequence has no other pages beside it"
+        pages_PSC = self.entry_PSC[self.rows.table_BP[0]]
+        last_NSC = pages_PSC[packing.last_N]
+        pages_PSC[packing.last_N] = last_NSC.masked_fill_(packing.beyond_NS[..., None], 0.0)  # NaN, it may be
+        return pages_PSC.flatten(0, 1)[None]
 
 
 class PagedState:
@@ -164,7 +184,11 @@ class PagedState:
 
     def __init__(self, layers: Sequence[PagedRecurrent | PagedCache], rows: PagedRows) -> None:
         self.layers = list(layers)
-        self.lengths = [0] if rows.parts else list(rows.past)  # no layer that knows positions takes parts
+        self.lengths = [0] if rows.packing else list(rows.past)  # no layer that knows positions takes several chunks
+        tables = PageTables()
+        for layer in self.layers:
+            if isinstance(layer, PagedCache):
+                layer.tables = tables
 
     @property
     def batch(self) -> int:

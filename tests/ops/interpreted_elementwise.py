@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops import norm, short_conv, situ_glu
+from perilune.ops import norm, packed_conv, short_conv, situ_glu
 from perilune.ops.choice import force
 from perilune.ops.segments import Segments
 
@@ -167,3 +167,19 @@ def test_half_precision_rounds_once() -> None:
     for value, right in zip(got, truth, strict=True):
         assert value.dtype == torch.float16
         torch.testing.assert_close(value.double(), right, rtol=2**-11 * 1.01, atol=1e-6)
+
+
+def test_convolution_of_packed_chunks() -> None:
+    """Chunks shorter and longer than the taps; windows at their ends and inside."""
+    torch.manual_seed(0)
+    lengths = (2, 40, 1, 3)
+    points = [(n, length) for n, length in enumerate(lengths)] + [(1, 1), (1, 16), (3, 2)]
+    chunks = packed_conv.Chunks.of(lengths, points, lambda x: x)
+    x, weight, window = torch.randn(46, 300), torch.randn(300, 4), torch.randn(4, 300, 3)
+    with force("torch"):
+        right, windows = packed_conv.packed_conv(x.double(), weight.double(), window.double(), chunks)
+    with force("triton"):
+        assert packed_conv.select(x, weight).implementation == "triton"
+        got, found = packed_conv.packed_conv(x, weight, window, chunks)
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), windows, rtol=0, atol=1e-7)

@@ -87,14 +87,14 @@ def packed_kda_states(
         raise ConfigError(
             f"states are wanted at {list(marks)}; pairs must ascend, and lie in sequences of {lengths} tokens"
         )
-    if choose(args).implementation == "triton" and not any(tokens % CHUNK for _, tokens in marks):
-        from perilune.ops.kda.gpu.states import kda_gpu_states
-
-        return kda_gpu_states(args, marks)
     if not marks:
         o, final = run(args)
         assert final is not None, "the final state was asked for"
         return o, final, final[:0]
+    if choose(args).implementation == "triton" and not any(tokens % CHUNK for _, tokens in marks):
+        from perilune.ops.kda.gpu.states import kda_gpu_states
+
+        return kda_gpu_states(args, marks)
     initial, outs, finals, states = options.pop("initial_state", None), [], [], []
     for n, (begin, end) in enumerate(pairwise(args.offsets)):
         part = (x[:, begin:end] for x in (q, k, v, g, beta))

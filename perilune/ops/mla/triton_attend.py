@@ -81,7 +81,7 @@ def _forward_step(
 def _forward_kernel(
     q, k, v, firsts, out, logs, q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, tokens, keys, past, heads, factor,
     K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PACKED: tl.constexpr,
+    BN: tl.constexpr, PACKED: tl.constexpr, lasts=None,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -96,16 +96,23 @@ def _forward_kernel(
         qb = load_tile(q, t, q_t, there, KA, K, KB)
     limit, first, begin = past + t, t, 0
     whole = (past + tile * BM) // BN * BN  # keys up to here are seen by every row
+    end = tl.minimum(past + (tile + 1) * BM, keys)
     if PACKED:
         first = tl.load(firsts + t, there, 0)
         begin = tl.load(firsts + tile * BM) // BN * BN
         whole = begin
-    end = tl.minimum(past + (tile + 1) * BM, keys)
+        if (
+            lasts is not None
+        ):  # documents that go on behind caches of their own: keys are others than the queries' tokens
+            final = tl.minimum((tile + 1) * BM, tokens) - 1
+            limit, end = tl.load(lasts + t, there, 0), tl.load(lasts + final) + 1
+            if (tl.load(firsts + final) == tl.load(firsts + tile * BM)) & (tl.load(firsts + tile * BM) == begin):
+                whole = (tl.load(lasts + tile * BM) + 1) // BN * BN  # all rows are of one document
     acc = tl.zeros([BM, BV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     denominator = tl.zeros([BM], tl.float32)
-    if not PACKED:
-        for start in range(0, trips(whole), BN):
+    if not PACKED or lasts is not None:
+        for start in range(trips(begin) if PACKED else 0, trips(whole), BN):
             acc, top, denominator = _forward_step(
                 start, qa, qb, k, v, k_s, v_s, keys, limit, first, acc, top, denominator, factor, K, KA, KB, V, BV, BM, BN,
                 False, PACKED,
@@ -175,3 +182,22 @@ def forward(
             PACKED=layout is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out, logs
+
+
+def forward_chunks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor, last: Tensor, out: Tensor, tiles: Tiles | None = None
+) -> None:
+    """Launch the forward kernel on a row of chunks behind caches of their own.
+
+    Args:
+        q, k, v: `[1, T, H, K]`, `[1, S, H, K]`, `[1, S, H, V]`.
+        first, last: int32 `[T]`, the first and the last key that a query sees, not falling.
+        out: `[1, T, H, V]`, dense.
+    """
+    _, tokens, heads, _ = q.shape
+    tile = tiles or forward_tiles(q.dtype)
+    _forward_kernel[(blocks(tokens, tile.queries), heads, 1)](
+        q, k, v, first, out, None, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens, k.shape[1], 0, heads,
+        scale * LOG2E, **widths(q.shape[3], v.shape[3]), BM=tile.queries, BN=tile.keys, PACKED=True, lasts=last,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

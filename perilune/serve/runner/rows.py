@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perilune.model.packing import Packing
 from perilune.model.paged import Mark, PagedRows
 from perilune.serve.cache import Chunk
 from perilune.serve.runner.inputs import LENGTH, PAGE, SLOT, STATE, DecodeInputs
@@ -80,32 +81,27 @@ def chunk_rows(chunks: Sequence[Chunk], page_tokens: int, device: torch.device) 
     """Chunks of prompts, one behind the other if there are several, with the points at which states are exported."""
     positions = [torch.arange(chunk.start, chunk.end) for chunk in chunks]
     tables = [torch.tensor(chunk.pages[: -(-chunk.end // page_tokens)]) for chunk in chunks]
-    ends = torch.tensor([(chunk.end, *chunk.state) for chunk in chunks])
     pieces = [
-        *(table[place // page_tokens] for table, place in zip(tables, positions)),
-        *(place % page_tokens for place in positions),
-        *tables,
-        ends.flatten(),
+        torch.cat([table[place // page_tokens] for table, place in zip(tables, positions)]),
+        torch.cat([place % page_tokens for place in positions]),
+        torch.cat(tables),
+        torch.tensor([(chunk.end, *chunk.state) for chunk in chunks]).T.flatten(),
     ]
     there = to_device(torch.cat(pieces), device)  # in one copy: on a GPU each costs as much as a kernel
-    tokens = sum(len(place) for place in positions)
-    page_N, slot_N, rest = there.split((tokens, tokens, len(there) - 2 * tokens))
-    sizes = [len(place) for place in positions]
-    *table_P, numbers = rest.split((*(len(table) for table in tables), ends.numel()))
-    parts = [
-        PagedRows(
-            past=[chunk.start], page_N=pages, slot_N=slots, table_BP=table[None], length_B=number[:1],
-            state_GB=number[1:, None],
-            marks=tuple(Mark(e.position - chunk.start, e.targets) for e in chunk.exports if e.position < chunk.end),
-        )
-        for chunk, pages, slots, table, number in zip(
-            chunks, page_N.split(sizes), slot_N.split(sizes), table_P, numbers.view_as(ends)
-        )
-    ]  # fmt: skip
-    if len(parts) == 1:
-        return parts[0]
-    none = numbers[:0]
+    page_N, slot_N, table_P, numbers = there.split([len(piece) for piece in pieces])
+    numbers_FB = numbers.unflatten(0, (-1, len(chunks)))
+    marks = tuple(
+        Mark(number, export.position - chunk.start, export.targets)
+        for number, chunk in enumerate(chunks)
+        for export in chunk.exports
+        if export.position < chunk.end
+    )
+    past, packing = [chunk.start for chunk in chunks], None
+    if len(chunks) > 1:
+        lengths = [chunk.end - chunk.start for chunk in chunks]
+        at = [(mark.chunk, mark.offset) for mark in marks]
+        packing = Packing.of(lengths, past, page_tokens, at, lambda tensor: to_device(tensor, device))
     return PagedRows(
-        past=[chunk.start for chunk in chunks], page_N=page_N, slot_N=slot_N, table_BP=none[None], length_B=none,
-        state_GB=none.expand(ends.shape[1] - 1, 0), parts=tuple(parts),
+        past=past, page_N=page_N, slot_N=slot_N, table_BP=table_P[None], length_B=numbers_FB[0], state_GB=numbers_FB[1:],
+        marks=marks, packing=packing,
     )  # fmt: skip

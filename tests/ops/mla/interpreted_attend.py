@@ -8,6 +8,7 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.mla import attend, triton_attend, triton_attend_backward
+from perilune.ops.mla.packed import CachedChunks, attend_packed
 from perilune.ops.mla.triton_attend import Tiles
 from perilune.ops.segments import Segments
 
@@ -103,3 +104,23 @@ def test_nothing_crosses_a_document() -> None:
         first, second = results(inputs, dout, 0.25, segments), results(changed, dout, 0.25, segments)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a[:, :20], b[:, :20]) and torch.equal(a[:, 41:], b[:, 41:]) and not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tiles", [WIDE, TALL], ids=str)
+def test_chunks_behind_caches_of_their_own(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile with one sequence, tiles with several, a sequence of several tiles; between the sequences' keys lie 1e9s."""
+    monkeypatch.setattr(triton_attend, "forward_tiles", lambda _: tiles)
+    torch.manual_seed(0)
+    lengths, past = (50, 3, 1, 40), (70, 0, 31, 64)
+    chunks = CachedChunks.of(lengths, past, 32, lambda x: x)
+    assert chunks.begins == (0, 128, 160, 192) and chunks.last_T.tolist()[48:55] == [118, 119, 128, 129, 130, 191, 256]
+    keys = chunks.begins[-1] + 128
+    q, k, v = torch.randn(94, 2, 24), torch.randn(keys, 2, 24), torch.randn(keys, 2, 16)
+    for begin, size in zip(chunks.begins, (x + y for x, y in zip(lengths, past))):
+        for x in (k, v):
+            x[begin + size : begin + -(-size // 32) * 32] = 1e9
+    with force("torch"):
+        right = attend_packed(q.double(), k.double(), v.double(), 0.3, chunks)
+    with force("triton"):
+        got = attend_packed(q, k, v, 0.3, chunks)
+    torch.testing.assert_close(got.double(), right, rtol=3e-6, atol=3e-6)
