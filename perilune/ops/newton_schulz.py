@@ -61,7 +61,6 @@ def newton_schulz(
     Returns:
         `[..., M, N]` in the input's dtype.
     """
-    a, b, c = coefficients
     wide = torch.promote_types(x_MN.dtype, torch.float32)
     tall = x_MN.shape[-2] > x_MN.shape[-1]
     x = (x_MN.mT if tall else x_MN).to(wide)
@@ -71,14 +70,25 @@ def newton_schulz(
     x = x.reshape(-1, *x.shape[-2:])
     if select(x, x.dtype).implementation == "native":
         x = _native(x.contiguous(), steps, coefficients)
-    elif steps and x.is_cuda and x.shape[2] >= GRAM_RATIO * x.shape[1]:
-        x = gram_form(x, steps, coefficients)
     else:
-        for _ in range(steps):
-            gram = torch.bmm(x, x.mT)
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = iterate(x, steps, coefficients)
     x = x.view(*lead, *x.shape[-2:]).to(x_MN.dtype)
     return x.mT if tall else x
+
+
+def iterate(x_BMN: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
+    """All steps on matrices of norm 1 at most, by products in their dtype; tall ones are multiplied from the right."""
+    a, b, c = coefficients
+    tall = x_BMN.shape[1] > x_BMN.shape[2]
+    short, long = sorted(x_BMN.shape[1:])
+    if steps and x_BMN.is_cuda and long >= GRAM_RATIO * short:
+        return gram_form(x_BMN.mT, steps, coefficients).mT if tall else gram_form(x_BMN, steps, coefficients)
+    x = x_BMN
+    for _ in range(steps):
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
+    return x
 
 
 def gram_form(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:

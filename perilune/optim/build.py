@@ -70,10 +70,20 @@ class Optimizer:
         """Learning rates (Muon, AdamW) at the schedule's `factor`."""
         return self.optim.lr_muon * factor, self.optim.lr_adamw * factor
 
-    def step(self, factor: float) -> None:
-        """Update all parameters from their gradients (a missing one counts as zero) at the schedule's `factor`."""
+    def step(self, factor: float, scale: Tensor | None = None) -> None:
+        """Update all parameters from their gradients (a missing one counts as zero).
+
+        Args:
+            factor: of the schedule, on the peak learning rates.
+            scale: `[]` on the gradients, for parameters on a GPU; None = 1.
+        """
         self.set_rates(factor)
-        self.apply()
+        self.prepare()
+        self.apply(scale)
+
+    def prepare(self) -> object:
+        """What has to come before `apply`; for one that is recorded, keep the result as long as the recording."""
+        return self.muon.prepare()
 
     def set_rates(self, factor: float) -> None:
         """Take the learning rates at the schedule's `factor`, without waiting for the device."""
@@ -86,14 +96,16 @@ class Optimizer:
             for place, rate in zip(self._rates, rates, strict=True):
                 cast(Tensor, place).fill_(rate)
 
-    def apply(self) -> None:
+    def apply(self, scale: Tensor | None = None) -> None:
         """Update all parameters at the rates that were set last; on a CUDA device nothing waits for the host."""
-        self.muon.step(self._rates[0])
+        self.muon.step(self._rates[0], scale)
         if self.adamw is not None:
             for group in self.adamw.param_groups:
                 for param in group["params"]:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
+                if scale is not None:
+                    torch._foreach_mul_([param.grad for param in group["params"]], scale)
             self.adamw.step()
 
     def zero_grad(self) -> None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from perilune.ops.newton_schulz import newton_schulz
+from perilune.ops.triton.available import choose as choose_triton
 from perilune.optim.groups import Cut
+from perilune.optim.muon_batches import Batches
 
 
 def blocks(matrix: Tensor, cut: Cut) -> Tensor:
@@ -59,6 +61,7 @@ class Muon:
         self.mu, self.weight_decay, self.dtype = momentum, weight_decay, dtype
         self.momentum = {name: torch.zeros_like(p, requires_grad=False) for name, p in params.items()}
         self._batches = self._plan()
+        self._located: Batches | None = None
 
     def _plan(self) -> dict[tuple[int, int], list[_Block]]:
         """Group all blocks by shape, short side first: a tall block joins the wide ones transposed."""
@@ -70,13 +73,42 @@ class Muon:
                 batches.setdefault(key, []).append(_Block(index, cut, cut.rows <= columns))
         return batches
 
+    def prepare(self) -> Batches | None:
+        """Note where gradients, momenta and weights lie, for the kernels of a GPU; None where plain torch runs.
+
+        Called before each `step`, or once for a step that is recorded: then what this returns has to be kept, and the
+        gradients have to stay where they are.
+        """
+        params = list(self.params.values())
+        self._located = None
+        if params and all(p.dtype is torch.float32 and p.is_contiguous() for p in params):
+            choice = choose_triton(*params)
+            if choice is not None and choice.implementation == "triton":
+                self._located = Batches(params, list(self.momentum.values()), self._members())
+        return self._located
+
+    def _members(self) -> list[tuple[int, Cut]]:
+        return [(index, cut) for index, name in enumerate(self.params) for cut in self.cuts[name]]
+
     @torch.no_grad()
-    def step(self, lr: float | Tensor) -> None:
-        """Update every parameter from its `.grad` (a missing gradient counts as zero); `lr` may be a number on the device."""
+    def step(self, lr: float | Tensor, scale: Tensor | None = None) -> None:
+        """Update every parameter from its `.grad` (a missing gradient counts as zero).
+
+        Args:
+            lr: learning rate, or a Tensor `[]` that has it on the parameters' device.
+            scale: `[]`, on the gradients; None = 1.
+        """
         if not self.params:
+            return
+        if self._located is not None:
+            located, self._located = self._located, None  # it keeps the gradients
+            lr = lr if isinstance(lr, Tensor) else torch.tensor(lr, device=located.device)
+            located.step(lr, scale, self.mu, self.weight_decay, self.dtype or torch.float32)
             return
         params = list(self.params.values())
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
+        if scale is not None:
+            torch._foreach_mul_(grads, scale)
         momenta = list(self.momentum.values())
         torch._foreach_mul_(momenta, self.mu)
         torch._foreach_add_(momenta, grads)
@@ -85,16 +117,16 @@ class Muon:
         for (short, long), members in self._batches.items():
             stacked = [self._short_first(nesterov[m.param], m) for m in members]
             orthogonal = newton_schulz(torch.cat(stacked), dtype=self.dtype)
-            scale = lr * (0.2 * math.sqrt(long)) if isinstance(lr, Tensor) else lr * 0.2 * math.sqrt(long)
+            factor = lr * 0.2 * math.sqrt(long)
             start = 0
             for m in members:
                 part = orthogonal[start : start + m.cut.count]
                 start += m.cut.count
                 part, target = part if m.wide else part.mT, blocks(params[m.param], m.cut)
-                if isinstance(scale, Tensor):
-                    target.addcmul_(part, scale, value=-1)
+                if isinstance(factor, Tensor):
+                    target.addcmul_(part, factor, value=-1)
                 else:
-                    target.sub_(part, alpha=scale)
+                    target.sub_(part, alpha=factor)
             assert start == orthogonal.shape[0], f"batch of {short}x{long}: {orthogonal.shape[0]} blocks, used {start}"
 
     @staticmethod

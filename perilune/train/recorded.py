@@ -55,6 +55,7 @@ class _Recording:
     measure: torch.cuda.CUDAGraph
     measured: Tensor
     update: torch.cuda.CUDAGraph
+    addresses: object  # that the update reads
 
 
 class Steps:
@@ -108,7 +109,7 @@ class Steps:
         result = step.read(measured, valid)
         step.check(result, micro_batches)
         if recording is None:
-            step.update(lambda: step.optimizer.step(factor))
+            step.update(lambda *scale: step.optimizer.step(factor, *scale))
         else:
             step.optimizer.set_rates(factor)
             recording.update.replay()
@@ -183,8 +184,9 @@ class Steps:
         more = {form: forward_and_backward(form) for form in sorted(others)}
         kept: list[Tensor] = []
         measure = self._graph(lambda: kept.append(step.measure()))
+        addresses = step.optimizer.prepare()  # copied to the device before, since a recorded copy would be repeated
         update = self._graph(lambda: step.update(step.optimizer.apply))
-        return _Recording(start, more, measure, kept[0], update)
+        return _Recording(start, more, measure, kept[0], update, addresses)
 
     def _graph(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

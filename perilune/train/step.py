@@ -164,11 +164,15 @@ class Step:
         )
 
     @torch.no_grad()
-    def update(self, move_weights: Callable[[], None]) -> None:
-        """Clip the gradients, move the weights, clip the attention's, move the routers' biases."""
-        if self.grad_clip:
-            self._clip_gradients()
-        move_weights()
+    def update(self, move_weights: Callable[..., None]) -> None:
+        """Clip the gradients, move the weights, clip the attention's, move the routers' biases.
+
+        Args:
+            move_weights: the optimizer's step; called with the factor on the gradients, a number on the device, if there is
+                one that is not applied yet.
+        """
+        scale = self._clip_gradients()
+        move_weights(*(() if scale is None else (scale,)))
         self.optimizer.zero_grad()
         for _, mixer in self.mla if self.qk_clip else ():
             query = mixer.q_proj if mixer.mla.q_lora_rank is None else mixer.q_b_proj
@@ -179,12 +183,17 @@ class Step:
         ):
             bias_E.copy_(new_E)
 
-    def _clip_gradients(self) -> None:
-        grads = [p.grad for p in self.optimizer.params.values() if p.grad is not None]
+    def _clip_gradients(self) -> Tensor | None:
+        """On the CPU scale the gradients where they are too long; elsewhere return the factor that the optimizer applies."""
+        if not self.grad_clip:
+            return None
         if not self._norm.is_cpu:
-            torch._foreach_mul_(grads, (self.grad_clip / self._norm).clamp_(max=1.0))
-        elif (norm := float(self._norm)) > self.grad_clip:
+            return (self.grad_clip / self._norm).clamp_(max=1.0)
+        norm = float(self._norm)
+        if norm > self.grad_clip:
+            grads = [p.grad for p in self.optimizer.params.values() if p.grad is not None]
             torch._foreach_mul_(grads, self.grad_clip / norm)
+        return None
 
 
 def train_step(
@@ -215,5 +224,5 @@ def train_step(
         step.accumulate(batch_loss(model, micro), valid)
     result = step.read(step.measure(), valid)
     step.check(result, micro_batches)
-    step.update(lambda: optimizer.step(factor))
+    step.update(lambda *scale: optimizer.step(factor, *scale))
     return result

@@ -113,7 +113,7 @@ def test_a_step_waits_for_the_device_only_where_its_results_are_read() -> None:
         steps.step.begin()
         steps.step.accumulate(steps._inputs[form].loss(steps.model), steps._valid)
         steps.step.measure()
-        steps.step.update(lambda: steps.step.optimizer.step(0.5))
+        steps.step.update(lambda *scale: steps.step.optimizer.step(0.5, *scale))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
