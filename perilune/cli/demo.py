@@ -191,6 +191,17 @@ def run(args: list[str]) -> int:
         result["serve"] = {"url": handle.url, **_two_turns(handle.url, run_dir.name)}
     run_dir.write_json("summary.json", result)
     say("6/6 report")
+    return finish(flags, run_dir, result, began, _print)
+
+
+def finish(
+    flags: DemoFlags,
+    run_dir: RunDir,
+    result: dict[str, Any],
+    began: float,
+    show: Callable[[dict[str, Any], Path], None],
+) -> int:
+    """Write the report and say what came out: as JSON, or as `show` does. Returns the exit code."""
     from perilune.report.build import build
 
     result["report"] = str(run_dir.path / "report.html")
@@ -200,7 +211,7 @@ def run(args: list[str]) -> int:
     if flags.json:
         print(json.dumps(result | {"run": str(run_dir.path)}))
     else:
-        _print(result, run_dir.path)
+        show(result, run_dir.path)
     return 0
 
 

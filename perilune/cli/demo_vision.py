@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from perilune.cli.demo import DemoFlags, demo_config, open_trainer, say
+from perilune.cli.demo import DemoFlags, demo_config, finish, open_trainer, say
 
 PICTURES = 200
 """Pictures of each part that are asked about."""
@@ -38,17 +37,7 @@ def run_vision(flags: DemoFlags) -> int:
     result["vision"] = {"pictures": PICTURES, **table(exams), "samples": samples}
     run_dir.write_json("summary.json", result)
     say("4/4 report")
-    from perilune.report.build import build
-
-    result["report"] = str(run_dir.path / "report.html")
-    result["seconds"] = time.perf_counter() - began
-    run_dir.write_json("summary.json", result)
-    build([run_dir.path])
-    if flags.json:
-        print(json.dumps(result | {"run": str(run_dir.path)}))
-    else:
-        _print(result, run_dir.path)
-    return 0
+    return finish(flags, run_dir, result, began, _print)
 
 
 def _percent(share: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
     sandboxes/ID.json    what a sandbox is, its state and its newest snapshot
     sandboxes/ID.lock    locked by the process that has it live; the kernel frees it when that process ends in any way
-    store/               snapshots, see `store.py`
+    store/               snapshots, see `store/store.py`
     trajectories/NAME/   steps of an agent's trajectory, see `manifest.py`
     proc/                templates and mount point of the `proc` driver
 
