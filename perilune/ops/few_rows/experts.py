@@ -1,13 +1,14 @@
-"""Routed experts of a few tokens as four launches: routes, hidden values, outputs, their weighted sum.
+"""Routed experts of a few tokens as three launches: routes and hidden values, outputs, their weighted sum.
 
 Each expert that some token chose is read once for all of its tokens, and nothing is sorted or counted on the host. A token's
-bits do not depend on its company.
+bits do not depend on its company. With many experts or tokens the routes are a launch of their own.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,28 +29,59 @@ from perilune.ops.few_rows.kernels import (
 from perilune.ops.triton.sizes import blocks, power_of_two
 
 MOST_EXPERTS, MOST_ACTIVE, MOST_WIDTH = 1024, 16, 4096
+ROUTED_EXPERTS = 256  # that every block of the hidden values can route among,
+ROUTED_TOKENS = 8  # for at most so many tokens, one a warp
 FOLDER = Path(__file__).parent / "cuda"
 
 
+class Routes(NamedTuple):
+    """What route.h is made for."""
+
+    experts: int
+    active: int
+    tokens: int
+    renormalize: bool
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Its macros."""
+        return {
+            "EXPERTS": self.experts, "ACTIVE": self.active, "TOKENS": self.tokens, "RENORMALIZE": int(self.renormalize),
+        }  # fmt: skip
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory that it wants."""
+        return 128 + 16 * blocks(self.tokens * self.experts, 16)
+
+    @property
+    def in_every_block(self) -> bool:
+        """Whether the kernel of hidden values finds the routes."""
+        return self.experts <= ROUTED_EXPERTS and self.tokens <= ROUTED_TOKENS
+
+
 @cache
-def route_kernel(experts: int, active: int, tokens: int, renormalize: bool) -> Kernel:
+def route_kernel(routes: Routes) -> Kernel:
     """Of route.cu."""
-    threads = min(1024, max(32 * tokens, 32 * blocks(experts, 32)))
+    threads = min(1024, max(32 * routes.tokens, 32 * blocks(routes.experts, 32)))
     return Kernel(
-        FOLDER / "route.cu", "route", "PPPPPiif", threads=threads, shared_bytes=128 + tokens * experts,
-        defines={"EXPERTS": experts, "ACTIVE": active, "TOKENS": tokens, "THREADS": threads, "RENORMALIZE": int(renormalize)},
-        early=True,
+        FOLDER / "route.cu", "route", "PPPPPiif", threads=threads, shared_bytes=routes.table_bytes,
+        defines=routes.macros | {"THREADS": threads}, early=True,
     )  # fmt: skip
 
 
 @cache
-def hidden_kernel(width: int, hidden: int, tiles: int, gate_capped: bool, up_capped: bool) -> Kernel:
-    """Of hidden.cu."""
+def hidden_kernel(
+    width: int, hidden: int, tiles: int, gate_capped: bool, up_capped: bool, routes: Routes | None = None
+) -> Kernel:
+    """Of hidden.cu; with `routes` it finds them."""
+    table = 0 if routes is None else routes.table_bytes + 16
     return Kernel(
-        FOLDER / "hidden.cu", "hidden", "PPPPPqff", threads=32 * WARPS, shared_bytes=sum_bytes(2, tiles),
+        FOLDER / "hidden.cu", "hidden", "P" * 9 + "qifff", threads=32 * WARPS, shared_bytes=max(sum_bytes(2, tiles), table),
         defines={
             "WIDTH": width, "HIDDEN": hidden, "TOKEN_TILES": tiles, "GATE_CAPPED": int(gate_capped), "UP_CAPPED": int(up_capped),
-        },
+            "ROUTES": int(routes is not None),
+        } | ({} if routes is None else routes.macros),
         early=True,
     )  # fmt: skip
 
@@ -97,11 +129,18 @@ def experts(
     y_PL = torch.empty(pairs, width, device=device)
     out_NL = torch.empty(tokens, width, dtype=z_NL.dtype, device=device)
     tiles, macros = token_tiles(tokens), unit_macros(caps)
-    route = route_kernel(count, k, min(MOST_ROWS, power_of_two(tokens)), renormalize)
-    route.launch((1,), logits_NE, bias_E, weight_NA, pair_NA, list_X4, tokens, most, scaling_factor)
-    hidden_kernel(width, hidden, tiles, bool(macros["GATE_CAPPED"]), bool(macros["UP_CAPPED"])).launch(
-        (blocks(hidden, ROWS), most), z_NL, list_X4, w1_EFL, w3_EFL, h_PF, z_NL.stride(0), *unit_numbers(caps)
-    )
+    routes = Routes(count, k, min(MOST_ROWS, power_of_two(tokens)), renormalize)
+    if not routes.in_every_block:
+        route_kernel(routes).launch(
+            (1,), logits_NE, bias_E, weight_NA, pair_NA, list_X4, tokens, most, scaling_factor
+        )  # fmt: skip
+    run = hidden_kernel(
+        width, hidden, tiles, bool(macros["GATE_CAPPED"]), bool(macros["UP_CAPPED"]), routes if routes.in_every_block else None
+    )  # fmt: skip
+    run.launch(
+        (blocks(hidden, ROWS), most), z_NL, list_X4, w1_EFL, w3_EFL, h_PF, logits_NE, bias_E, weight_NA, pair_NA, z_NL.stride(0),
+        tokens, scaling_factor, *unit_numbers(caps),
+    )  # fmt: skip
     output_kernel(hidden, width, tiles).launch((blocks(width, ROWS), most), h_PF, list_X4, w2_ELF, y_PL)
     scale, eps = (None, 0.0) if norm is None else norm
     combine_kernel(width, k, norm is not None).launch((tokens,), y_PL, weight_NA, pair_NA, scale, out_NL, eps)

@@ -1,7 +1,14 @@
 // Hidden values of (token, expert) pairs, h = glu(W1 x, W3 x): a block takes 16 units of one expert for all tokens that chose it.
 //
-// Macros: WIDTH (columns, a multiple of 32), HIDDEN (units), TOKEN_TILES (of 8 tokens), GATE_CAPPED, UP_CAPPED.
+// ROUTES: every block finds the routes by itself, and the first one writes them down for the kernels that follow; where there are
+// few experts that takes less time than a kernel of its own would.
+//
+// Macros: WIDTH (columns, a multiple of 32), HIDDEN (units), TOKEN_TILES (of 8 tokens), GATE_CAPPED, UP_CAPPED, ROUTES; with it
+// those of route.h, EXPERTS at most 256.
 #include "rows.h"
+#if ROUTES
+#include "route.h"
+#endif
 
 constexpr int NT = TOKEN_TILES, STEPS = WIDTH / STEP;
 
@@ -12,13 +19,33 @@ DEVICE int nth_bit(u32 x, int n) {
 }
 
 KERNEL(THREADS, 2) hidden(
-    const bf16* x, const uint4* list, const bf16* w1, const bf16* w3, bf16* h, i64 x_stride, float beta, float linear_beta) {
+    const bf16* x, uint4* list, const bf16* w1, const bf16* w3, bf16* h, const float* logits, const float* __restrict__ bias, float* weight,
+    int* pair, i64 x_stride, int tokens, float scaling, float beta, float linear_beta) {
     SHARED(memory);
     float* const sums = (float*)memory;
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS, place_of_block = blockIdx.y;
     let_next_start();
     wait_for_earlier();
-    const uint4 entry = list[blockIdx.y];
+#if ROUTES
+    const bool writes = blockIdx.x == 0 && place_of_block == 0;
+    uint4* const mine = (uint4*)(memory + TABLE_BYTES);
+    if (thread == 0) *mine = make_uint4(0, 0, 0, 0);
+    const int used = route_all<WARPS>(
+        memory, logits, bias, tokens, scaling,
+        [&](int token, int n, float p) { if (writes) weight[token * ACTIVE + n] = p; },
+        [&](int token, int n, int number) { if (writes) pair[token * ACTIVE + n] = number; },
+        [&](int place, uint4 found) {
+            if (writes) list[place] = found;
+            if (place == place_of_block) *mine = found;
+        });
+    if (writes)
+        for (int i = used + thread; i < (int)gridDim.y; i += THREADS) list[i] = make_uint4(0, 0, 0, 0);
+    sync_threads();
+    const uint4 entry = *mine;
+    sync_threads();  // the sums are left where the routes stand
+#else
+    const uint4 entry = list[place_of_block];
+#endif
     const int count = entry.w;
     if (count == 0) return;
     const i64 matrix = (i64)entry.x * HIDDEN * WIDTH;
