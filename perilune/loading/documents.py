@@ -12,8 +12,10 @@ from typing import Any
 from perilune.config.parse import to_toml
 from perilune.config.published import generation_config, to_json, without_extra_layers
 from perilune.config.train import DataConfig, TrainConfig
+from perilune.data.image import published as preprocessor
+from perilune.data.image_input import image_processor
 from perilune.errors import ConfigError, RequestError
-from perilune.loading.native import PUBLISHED, TOKENIZERS, index_of
+from perilune.loading.native import PUBLISHED, TOKENIZERS, NativeSource, index_of
 from perilune.model.hf import PlannedFile, Source
 from perilune.model.hf.source import INDEX
 from perilune.rundir import config_hash, sync_directory, write_atomic
@@ -41,6 +43,9 @@ def finish_published(
     _copy_side_files(given, partial, lambda name: True)
     if "generation_config.json" not in given.side_files:
         _write_json(partial / "generation_config.json", generation_config(published))
+    if published.model.vision is not None and preprocessor.FILE not in given.side_files:
+        config = given.config if isinstance(given, NativeSource) else TrainConfig(model=published.model)
+        _write_json(partial / preprocessor.FILE, preprocessor.to_document(image_processor(config).cfg))
     _describe_tokenizer(given, partial)
     (partial / SUMS).write_text(
         "".join(f"{entry['sha256']}  {name}\n" for name, entry in done.items()), encoding="utf-8"

@@ -38,13 +38,16 @@ class NativeSource:
         run: the run.
         step: which checkpoint; None = the newest whole one.
 
+    Attributes:
+        config: of the run; the others are those of `Source`.
+
     Raises:
         ConfigError: the model is of no published family.
         CheckpointError: there is no whole checkpoint, or it is of another model.
     """
 
     def __init__(self, run: RunDir, step: int | None = None) -> None:
-        config = run.read_config()
+        self.config = config = run.read_config()
         cfg, self._quant = config.model, config.quant
         self.folder = checkpoint_folder(run, step)
         # The newest checkpoint is chosen by verifying it.

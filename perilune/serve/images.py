@@ -59,7 +59,7 @@ class ShownImages:
 
     def __init__(self, model: Transformer, processor: ImageProcessor) -> None:
         self._model = model
-        self._processor = processor
+        self.processor = processor
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class ShownImages:
                         f"{where} is an address; give the image itself: its bytes, a pathlib.Path, or a picture"
                     )
                 try:
-                    images.append(self._processor.process(part.get("image")))  # type: ignore[arg-type]
+                    images.append(self.processor.process(part.get("image")))  # type: ignore[arg-type]
                 except RequestError as error:
                     raise RequestError(f"{where}: {error}") from None
         return images

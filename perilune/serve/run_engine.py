@@ -9,6 +9,7 @@ import torch
 from perilune.data.image_input import image_processor
 from perilune.errors import CheckpointError, ConfigError
 from perilune.loading import load_run
+from perilune.loading.native import PUBLISHED
 from perilune.model.cast import compute_in
 from perilune.rundir import RunDir
 from perilune.serve.images import ShownImages
@@ -36,7 +37,7 @@ def load_engine(
 
     Raises:
         CheckpointError: no such run or checkpoint, or it is damaged.
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or the folder's documents are damaged.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +47,10 @@ def load_engine(
     if device == "cuda":
         compute_in(loaded.model, torch.bfloat16)
     folder = RunDir.resolve(run)
-    images = ShownImages(loaded.model, image_processor(loaded.config)) if loaded.config.model.vision else None
+    images = None
+    if loaded.config.model.vision is not None:
+        documents = folder.path / PUBLISHED if folder.exists() else folder.path
+        images = ShownImages(loaded.model, image_processor(loaded.config, documents))
     return LocalEngine(
         loaded.model,
         loaded.tokenizer,

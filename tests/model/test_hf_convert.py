@@ -1,5 +1,6 @@
 """Conversions: bitwise round trips, experts in both forms, tolerances of loaders, kills, full disks, existing folders."""
 
+import contextlib
 import errno
 import json
 import os
@@ -15,13 +16,15 @@ import torch
 from published_folders import K3, LINEAR, files_of, random_tensors, read_all, same, write_folder, write_run
 from safetensors.torch import load_file
 
-from perilune.config import QuantConfig
+from perilune.config import DataConfig, QuantConfig, VisionDataConfig
 from perilune.config.published import from_json
+from perilune.data.image.published import FILE, read_document
 from perilune.errors import CapacityError, CheckpointError, ConfigError
 from perilune.loading import convert, load_published, load_run
 from perilune.model.hf import PublishedSource
 from perilune.model.hf.shard_file import Planned, aligned, read_header, write_shard
 from perilune.ops.mx import dequantize_mxfp4
+from perilune.serve.run_engine import load_engine
 
 WEIGHTS = "checkpoints/step-00000000"
 
@@ -433,3 +436,20 @@ def test_a_run_or_one_of_its_checkpoints_is_a_source(tmp_path, monkeypatch):
         convert("mine", "c", step=3)
     with pytest.raises(CheckpointError, match="no run in"):
         convert("nobody", "c")
+
+
+def test_the_sizes_of_pictures_go_along(tmp_path):
+    """A run's sizes of pictures are in its published form, and in what is made from that; a file that is there stays."""
+    data = DataConfig(vision=VisionDataConfig(share=0.5, image_size=4 * K3.vision.patch_size))
+    write_run(tmp_path / "run", K3, data=data)
+    convert(tmp_path / "run", tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again")
+    for folder in (tmp_path / "out", tmp_path / "again" / "published"):
+        assert read_document(folder / FILE).in_patch_limit == 16
+    path = tmp_path / "out" / FILE
+    path.write_text(path.read_text().replace('"in_patch_limit": 16', '"in_patch_limit": 12'))
+    convert(tmp_path / "out", tmp_path / "wide", to="kimi-k3", experts="bf16")
+    assert (tmp_path / "wide" / FILE).read_bytes() == path.read_bytes()
+    for folder, limit in (("wide", 12), ("again", 16)):
+        with contextlib.closing(load_engine(tmp_path / folder, device="cpu", context_length=64)) as engine:
+            assert engine.images.processor.cfg.in_patch_limit == limit
