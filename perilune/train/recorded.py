@@ -78,9 +78,8 @@ class Steps:
         self._inputs: dict[Form, Inputs] = {}
         self._seen: dict[Forms, int] = {}
         self._recordings: OrderedDict[Forms, _Recording] = OrderedDict()
-        if self._static:
-            self._valid = torch.zeros((), device=self.model.device)
-            self._pool = torch.cuda.graph_pool_handle()
+        self._valid = torch.zeros((), device=self.model.device)
+        self._pool: tuple[int, int] | None = None  # memory that all recordings share: one runs at a time
 
     def run(
         self, micro_batches: Sequence[Batch], factor: float, meanwhile: Callable[[], object] = lambda: None
@@ -189,6 +188,8 @@ class Steps:
         return _Recording(start, more, measure, kept[0], update, addresses)
 
     def _graph(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Another thread may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -50,7 +50,7 @@ def _momentum_kernel(table, scale, squares, numbers, mu, BLOCK: tl.constexpr, AL
 
 
 @triton.jit
-def _unit_kernel(
+def _divide_kernel(
     table, scale, squares, out, numbers, mu, floor, BLOCK: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr
 ):
     pieces = tl.cdiv(numbers, BLOCK)
@@ -104,7 +104,7 @@ def units(
     out = torch.empty(count, *shape, dtype=dtype, device=table_B3.device)
     options = {"BLOCK": BLOCK, "ALIGNED": dense, "num_warps": WARPS}
     _momentum_kernel[(count * pieces,)](table_B3, scale, squares, numbers, mu, **options)
-    _unit_kernel[(count * pieces,)](
+    _divide_kernel[(count * pieces,)](
         table_B3, scale, squares, out, numbers, mu, floor, PIECES=power_of_two(pieces), **options
     )
     return out
