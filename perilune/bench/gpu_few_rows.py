@@ -15,7 +15,7 @@ from torch import Tensor
 from perilune.bench.graphs import Calls, GraphCase, sets
 from perilune.config import ModelConfig
 from perilune.config.presets import k3, mini
-from perilune.ops.few_rows.project import project
+from perilune.ops.few_rows.cuda.project import project
 from perilune.ops.moe import MixtureWeights, layer_decode
 
 BATCHES = (1, 8, 32)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from perilune.ops.choice import Choice, forced
 from perilune.ops.few_rows import kernels as few_rows
-from perilune.ops.few_rows.project import MOST_MATRICES, project
+from perilune.ops.few_rows.cuda.project import MOST_MATRICES, project
 from perilune.ops.mixed_linear import mixed_linear, takes
 from perilune.ops.native import rows
 from perilune.ops.native.blas import multiplies_bf16

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import force
-from perilune.ops.few_rows.mixture import mixture
-from perilune.ops.few_rows.project import project
+from perilune.ops.few_rows.cuda.mixture import mixture
+from perilune.ops.few_rows.cuda.project import project
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.moe import MixtureWeights, layer_decode, layer_obstacle
 from perilune.ops.moe.router import route

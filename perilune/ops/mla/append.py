@@ -40,7 +40,7 @@ def append_latents(
     """
     width, latent = kv_NC.shape[1], len(norm_weight_L)
     if latent % 8 == 0 and select(kv_NC, entry_PSC).implementation == "cuda":
-        from perilune.ops.few_rows.append import append
+        from perilune.ops.few_rows.cuda.append import append
 
         append(kv_NC, norm_weight_L, eps, entry_PSC, page_N, slot_N)
         return

@@ -19,8 +19,8 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.few_rows import experts as few_experts
 from perilune.ops.few_rows import kernels as few_rows
-from perilune.ops.few_rows.mixture import mixture
-from perilune.ops.few_rows.project import project
+from perilune.ops.few_rows.cuda.mixture import mixture
+from perilune.ops.few_rows.cuda.project import project
 from perilune.ops.moe import native
 from perilune.ops.triton import available
 

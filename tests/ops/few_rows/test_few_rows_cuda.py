@@ -8,9 +8,9 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
+from perilune.ops.few_rows.cuda.mixture import mixture
+from perilune.ops.few_rows.cuda.project import project
 from perilune.ops.few_rows.experts import experts
-from perilune.ops.few_rows.mixture import mixture
-from perilune.ops.few_rows.project import project
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.linear import select as select_linear
 from perilune.ops.mla.append import append_latents

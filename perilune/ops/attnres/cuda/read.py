@@ -54,9 +54,8 @@ def plan(width: int, items: int, sources: int) -> Plan | None:
 
 
 @cache
-def kernel(
-    name: str, width: int, sources: int, extra: int, given: bool, norm: bool, training: bool, query: bool = False
-) -> Kernel:
+def kernel(name: str, width: int, sources: int, extra: int, given: bool, norm: bool, training: bool,
+           query: bool = False) -> Kernel:  # fmt: skip
     """The kernel `name` for these macros. extra: rows of a token beside the sources: delta; dout and dtotal."""
     items = sources + extra
     layout = plan(width, items, sources)

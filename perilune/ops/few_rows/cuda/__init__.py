@@ -1,0 +1,1 @@
+"""The kernels, each beside its launch."""

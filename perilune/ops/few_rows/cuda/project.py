@@ -21,7 +21,7 @@ def kernel(width: int, second: int, segments: int, tiles: int, norm: bool, gated
     """The kernel for these macros."""
     row_tiles = 1 if tiles == 1 else 2  # with more tokens a block's reads of x weigh as much as those of its matrix
     return Kernel(
-        Path(__file__).parent / "cuda" / "project.cu",
+        Path(__file__).parent / "project.cu",
         "project",
         "P" * (2 * segments) + "i" * segments + "PPPPP" + "qqqq" + "if",
         threads=32 * WARPS,

@@ -17,7 +17,7 @@ from perilune.ops.triton.sizes import blocks
 def kernel(width: int, tiles: int, latent: int, experts: int, hidden: int, capped: bool, up_capped: bool) -> Kernel:
     """The kernel for these macros."""
     return Kernel(
-        Path(__file__).parent / "cuda" / "mixture.cu",
+        Path(__file__).parent / "mixture.cu",
         "mixture",
         "P" * 8 + "qiff",
         threads=32 * WARPS,

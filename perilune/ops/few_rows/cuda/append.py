@@ -17,7 +17,7 @@ def kernel(latent: int, shared: int) -> Kernel:
     """The kernel for these widths."""
     threads = min(1024, 32 * blocks((latent + shared) // 8, 32))
     return Kernel(
-        Path(__file__).parent / "cuda" / "append.cu", "append", "PPPPPqqqf", threads=threads, shared_bytes=128,
+        Path(__file__).parent / "append.cu", "append", "PPPPPqqqf", threads=threads, shared_bytes=128,
         defines={"LATENT": latent, "SHARED_KEYS": shared, "THREADS": threads}, early=True,
     )  # fmt: skip
 
