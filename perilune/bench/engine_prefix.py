@@ -69,6 +69,9 @@ class BareModel:
     Args:
         model: to be run.
         sizes: of what it is given.
+
+    Attributes:
+        scores: after the last token that it was given, `[Z]`.
     """
 
     def __init__(self, model: Transformer, sizes: Sizes) -> None:
@@ -79,6 +82,7 @@ class BareModel:
             for layer in self._state.layers
         ]  # fmt: skip
         self._length = 0
+        self.scores = torch.empty(0)
 
     def _set(self, length: int, kept: list[list[Tensor]]) -> None:
         """Go back to a length; tokens of attention layers behind it are overwritten by what comes."""
@@ -88,14 +92,14 @@ class BareModel:
                 setattr(layer, field.name, tensor.clone())
 
     @torch.inference_mode()
-    def _run(self, ids: list[int], chunk: int) -> Tensor:
+    def _run(self, ids: list[int], chunk: int) -> None:
         logits = None
         for start in range(0, len(ids), chunk):
             part = torch.tensor([ids[start : start + chunk]], device=self._model.device)
             logits = self._model(part, self._state, logits="last").logits_BTZ
         assert logits is not None
         logits[0, -1].argmax().item()
-        return logits[0, -1]
+        self.scores = logits[0, -1]
 
     def start(self, ids: list[int]) -> None:
         """Run a prefix from the beginning, and keep its state."""
@@ -107,10 +111,10 @@ class BareModel:
             for layer, tensors in zip(self._state.layers, self._kept)
         ]
 
-    def go_on(self, ids: list[int]) -> Tensor:
-        """Scores after the prefix and these tokens, `[Z]`."""
+    def go_on(self, ids: list[int]) -> None:
+        """First token after the prefix and these tokens."""
         self._set(self._length, self._kept)
-        return self._run(ids, self._sizes.chunk)
+        self._run(ids, self._sizes.chunk)
 
 
 class CachedPrefix:
@@ -137,7 +141,7 @@ class CachedPrefix:
         self.cold, self.peer_cold, self.ids = [], [], self.tokens(0)
         for length in (2 * sizes.chunk, *[sizes.prefix] * sizes.cold):  # the first one compiles
             self.ids = random_ids(self.model, length, next(self._seeds))
-            self.cold.append(self.timed(self.first, self.ids))
+            self.cold.append(self.timed(self.first, [*self.ids, 0]))  # states behind the whole prefix are kept then
             self.peer_cold.append(self.timed(self.bare.start, self.ids))
             rest = self.tokens(sizes.suffix)
             self.first(self.ids + rest)
@@ -194,13 +198,10 @@ class CachedPrefix:
         self.tiers.close()
         self.driver, self.tiers = self._engine()
 
-    @cached_property
     def difference(self) -> float:
-        """Of the scores behind a hit and on the bare model: the largest, in standard deviations of the scores."""
-        rest = self.tokens(self.sizes.suffix)
-        self.hit(rest)
+        """Of the scores that both saw last: the largest, in standard deviations of the scores."""
         (ours,) = self.driver.scores.values()
-        theirs = self.bare.go_on(rest).float()
+        theirs = self.bare.scores.float()
         return float((ours.float() - theirs).abs().max() / theirs.std())
 
 
@@ -256,8 +257,6 @@ class PrefixRow:
             bound = 1e3 * flops / matmul_ceiling(device, prefix.model.compute_dtype)
             extra["tokens_per_second"] = length / statistics.median(ours)
         else:
-            if self.kind == "hit":
-                extra["score_difference"] = prefix.difference
             began = time.perf_counter()
             while len(ours) <= MOST and (len(ours) <= LEAST or time.perf_counter() - began < SECONDS):
                 self._sample(prefix, ours, theirs, extra)
@@ -273,17 +272,19 @@ class PrefixRow:
         )  # fmt: skip
 
     def _sample(self, prefix: CachedPrefix, ours: list[float], theirs: list[float], extra: dict[str, float]) -> None:
-        rest, other = (prefix.tokens(self.shared.sizes.suffix) for _ in range(2))
+        rest = prefix.tokens(self.shared.sizes.suffix)
         if self.kind == "host":
             written = prefix.timed(prefix.evict)
             extra["written_back_ms"] = max(extra.get("written_back_ms", 0.0), 1e3 * written)
         elif self.kind == "disk":
             prefix.restart()
         if self.kind == "alone":
-            theirs.append(prefix.timed(prefix.first, other))
+            theirs.append(prefix.timed(prefix.first, prefix.tokens(len(rest))))
         else:
-            theirs.append(prefix.timed(prefix.bare.go_on, other))
+            theirs.append(prefix.timed(prefix.bare.go_on, rest))
         ours.append(prefix.timed(prefix.hit, rest))
+        if self.kind != "alone":
+            extra["score_difference"] = max(extra.get("score_difference", 0.0), prefix.difference())
 
 
 def rows(preset: str, device: str, sizes: Sizes) -> Iterator[PrefixRow]:

@@ -25,6 +25,8 @@ from perilune.ops.moe import triton_decode as moe_decode
 from perilune.ops.moe.triton.plan import RowPlan
 from perilune.ops.mx import DeviceWeight, triton_blocks, triton_experts
 from perilune.ops.mx.element import E2M1, E4M3
+from perilune.ops.packed_conv import Chunks
+from perilune.ops.triton import packed_conv as triton_conv
 
 WIDTH, HIDDEN, EXPERTS = 3584, 3072, 4
 
@@ -54,6 +56,19 @@ def attention(backward: bool, packed: bool) -> None:
         triton_attend_backward.backward(q, k, v, out, logs, out, 0.07, layout, 0)
     else:
         triton_attend.forward(q, k, v, 0.07, layout, 0, torch.float32, training=True)
+
+
+def chunks(keys: int, values: int) -> None:
+    token, (tokens, heads) = integers(2048), (2048, 16)
+    operands = half(1, tokens, heads, keys), half(1, 8192, heads, keys), half(1, 8192, heads, values)
+    triton_attend.forward_chunks(*operands, 0.07, token, token, half(1, tokens, heads, values))
+
+
+def convolution() -> None:
+    where = Chunks.of((300, 5), [(0, 300), (1, 5)], lambda tensor: tensor)
+    operands = half(305, WIDTH), torch.zeros(WIDTH, 4), half(2, WIDTH, 3)
+    triton_conv.convolve(*operands, where)
+    triton_conv.windows(operands[0], operands[2], where)
 
 
 def packed(rows: int, columns: int) -> DeviceWeight:
@@ -92,6 +107,9 @@ CALLS: dict[str, tuple[Callable[[], None], int]] = {  # a call, and the bytes th
     "attention": (lambda: attention(False, False), 0),
     "attention, documents": (lambda: attention(False, True), 0),
     "attention, backward": (lambda: attention(True, False), 128),
+    "attention, chunks": (lambda: chunks(96, 64), 0),
+    "attention, wide chunks": (lambda: chunks(192, 128), 0),
+    "convolution of chunks": (convolution, 0),
     "packed experts, decode": (lambda: experts(triton_experts.FEW), 0),
     "packed experts, prefill": (lambda: experts(triton_experts.MANY), 0),
     "few tokens": (few, 0),

@@ -179,7 +179,7 @@ def forward(
         _forward_kernel[(blocks(tokens, tile.queries), heads, batch)](
             q, k, v, None if layout is None else layout.first, out, logs, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             tokens, k.shape[1], past, heads, scale * LOG2E, **widths(q.shape[3], v.shape[3]), BM=tile.queries, BN=tile.keys,
-            PACKED=layout is not None, num_warps=tile.warps, num_stages=tile.stages,
+            PACKED=layout is not None, lasts=None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out, logs
 

@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from perilune.ops.packed_conv import Chunks
 
 
-@triton.jit
-def _input(x, x_token, window, chunk, t, since, channel, mask, X, W: tl.constexpr):
-    """Inputs at tokens t: `since` tokens of their chunk are before them; if negative, they are in the chunk's window."""
-    v = tl.load(x + t * x_token + channel, mask & (since >= 0), 0.0).to(tl.float32)
-    at = (chunk * X + channel) * (W - 1) + (since + W - 1)
-    return v + tl.load(window + at, mask & (since < 0), 0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _convolve_kernel(
     x, x_token, weight, window, chunks, sinces, y, T, X, W: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr
@@ -36,12 +28,18 @@ def _convolve_kernel(
     t = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)[:, None]
     channel = (tl.program_id(0) * BX + tl.arange(0, BX))[None, :]
     mask = (t < T) & (channel < X)
-    chunk, since = tl.load(chunks + t, t < T, 0), tl.load(sinces + t, t < T, 0)
+    since = tl.load(sinces + t, t < T, W).to(tl.int32)
     total = tl.zeros([BT, BX], tl.float32)
     for j in tl.static_range(W):
         back = W - 1 - j
-        v = _input(x, x_token, window, chunk, t - back, since - back, channel, mask, X, W)
+        v = tl.load(x + (t - back) * x_token + channel, mask & (since >= back), 0.0).to(tl.float32)
         total += tl.load(weight + channel * W + j, channel < X, 0.0) * v
+    if tl.min(since) < W - 1:  # a chunk begins in this tile or just before it
+        before = (tl.load(chunks + t, t < T, 0) * X + channel) * (W - 1)
+        for j in tl.static_range(W - 1):
+            back = W - 1 - j
+            v = tl.load(window + before + (since + j), mask & (since < back), 0.0).to(tl.float32)
+            total += tl.load(weight + channel * W + j, channel < X, 0.0) * v
     tl.store(y + t * X + channel, (total * sigmoid(total)).to(y.dtype.element_ty), mask)
 
 
@@ -53,8 +51,10 @@ def _windows_kernel(x, x_token, window, begins, point_chunks, point_tokens, out,
     end = tl.load(begins + chunk) + tokens
     for j in tl.static_range(W - 1):
         back = W - 1 - j
-        v = _input(x, x_token, window, chunk, end - back, tokens - back, channel, channel < X, X, W)
-        tl.store(out + (point * X + channel) * (W - 1) + j, v.to(out.dtype.element_ty), channel < X)
+        v = tl.load(x + (end - back) * x_token + channel, (channel < X) & (tokens >= back), 0.0)
+        at = (chunk * X + channel) * (W - 1) + (tokens - back + W - 1)
+        v += tl.load(window + at, (channel < X) & (tokens < back), 0.0)
+        tl.store(out + (point * X + channel) * (W - 1) + j, v, channel < X)
 
 
 def convolve(x_TX: Tensor, weight_XW: Tensor, window_NXw: Tensor, chunks: Chunks) -> Tensor:
