@@ -34,7 +34,7 @@ struct Group {
     Shared& shared;
     const int number, warp, lane;
     const float factor;
-    int first[2], limit[2], from_sure, to_sure;  // keys that this thread's two rows see; that all rows of the group see
+    const Sight sight;
     float out[VALUE / 2], top[2], total[2];
 
     __device__ __forceinline__ void give_back(u64* phase) const {
@@ -62,13 +62,7 @@ struct Group {
 
     // Scores of the keys from `key` on become weights relative to the rows' highest scores, which `by` makes sums relative to.
     __device__ __forceinline__ void weigh(float (&s)[BLOCK / 2], int key, float (&by)[2]) {
-        if (key + BLOCK > to_sure || key < from_sure) {
-#pragma unroll
-            for (int i = 0; i < BLOCK / 2; i++) {
-                const int at = key + 2 * (lane & 3) + 8 * (i >> 2) + (i & 1), h = i >> 1 & 1;
-                if (at >= limit[h] || at < first[h]) s[i] = from_bits(0xff800000u);
-            }
-        }
+        sight.hide(s, key, lane);
         float higher[2] = {s[0], s[2]}, base[2];
 #pragma unroll
         for (int i = 0; i < BLOCK / 2; i++) higher[i >> 1 & 1] = fmaxf(higher[i >> 1 & 1], s[i]);
@@ -84,16 +78,7 @@ struct Group {
             total[i >> 1 & 1] += s[i];
         }
     }
-    __device__ __forceinline__ void take_turn() const { barrier_sync(TURN + number, CONSUMERS); }
-    __device__ __forceinline__ void pass_turn() const { barrier_arrive(TURN + (number ^ 1), CONSUMERS); }
 };
-
-DEVICE void narrow(const float (&s)[BLOCK / 2], u32 (&weight)[BLOCK / 16][4]) {
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) weight[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]);
-}
 
 // q [B, tokens, heads, KEY], k and v [B, keys, heads, ..] by strides in numbers; first and last int [tokens], of each query the
 // first and the last key that it sees, both non-decreasing, or null: 0, and past + t. out [B, tokens, heads, VALUE];
@@ -113,11 +98,10 @@ KERNEL(THREADS, 1) attend(
     const int end = least(lasts ? lasts[t1 - 1] + 1 : past + t1, keys);
     const int blocks = (end - begin + BLOCK - 1) / BLOCK;
 
-    if (thread == 0)
-        for (int place = 0; place < 2; place++) {
-            phase_begin(&shared.full_keys[place], COPIERS), phase_begin(&shared.full_values[place], COPIERS);
-            phase_begin(&shared.empty_keys[place], CONSUMERS / 32), phase_begin(&shared.empty_values[place], CONSUMERS / 32);
-        }
+    if (thread == 0) {
+        begin_places(shared.full_keys, shared.empty_keys);
+        begin_places(shared.full_values, shared.empty_values);
+    }
     sync_threads();
 
     if (warp >= CONSUMERS / 32) {
@@ -140,43 +124,35 @@ KERNEL(THREADS, 1) attend(
 
     registers_take<232>();
     const int number = warp >> 2, g0 = t0 + ROWS * number, g1 = least(g0 + ROWS, tokens);
-    Group group = {shared, number, warp & 3, lane, factor};
+    const int row = g0 + 16 * (warp & 3) + (lane >> 2);
+    Group group = {shared, number, warp & 3, lane, factor, Sight(firsts, lasts, past, tokens, keys, g0, row)};
     copy_rows<KEY, ROWS, 16>(
         shared.query[number], q + batch * q_b + head * q_h + g0 * q_t, q_t, (thread & 127) >> 3, thread & 7, tokens - g0);
     copy_commit();
-    const int row = g0 + 16 * (warp & 3) + (lane >> 2);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int t = least(row + 8 * h, tokens - 1);
-        group.first[h] = firsts ? firsts[t] : 0;
-        group.limit[h] = least(lasts ? lasts[t] + 1 : past + t + 1, keys);
-        group.top[h] = NOTHING_SEEN, group.total[h] = 0.0f;
-    }
-    const int low = least(g0, tokens - 1), high = least(g0 + ROWS, tokens) - 1;
-    group.from_sure = firsts ? firsts[high < low ? low : high] : 0;
-    group.to_sure = least(lasts ? lasts[low] + 1 : past + low + 1, keys);
+    for (int h = 0; h < 2; h++) group.top[h] = NOTHING_SEEN, group.total[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VALUE / 2; i++) group.out[i] = 0.0f;
     copy_wait<0>();
     publish_operands();
     barrier_sync(OWN + number, 128);
-    if (number == 1) group.pass_turn();
+    if (number == 1) pass_turn(number);
 
     float s[BLOCK / 2], by[2];
     u32 weight[BLOCK / 16][4];
-    group.take_turn();
+    take_turn(number);
     group.begin_scores(s, 0);
-    group.pass_turn();
+    pass_turn(number);
     products_wait<0>();
     held(s);
     group.give_back(&shared.empty_keys[0]);
     group.weigh(s, begin, by);
     narrow(s, weight);
     for (int j = 1; j < blocks; j++) {
-        group.take_turn();
+        take_turn(number);
         group.begin_scores(s, j);
         group.begin_sums(weight, j - 1);
-        group.pass_turn();
+        pass_turn(number);
         products_wait<1>();
         held(s);
         group.give_back(&shared.empty_keys[j & 1]);
@@ -190,7 +166,7 @@ KERNEL(THREADS, 1) attend(
         for (int i = 0; i < VALUE / 2; i++) group.out[i] *= by[i >> 1 & 1];
         narrow(s, weight);
     }
-    if (number == 0) group.take_turn();  // what the other group passed on last
+    if (number == 0) take_turn(number);  // what the other group passed on last
     group.begin_sums(weight, blocks - 1);
     products_wait<0>();
     held(group.out);

@@ -106,11 +106,7 @@ KERNEL(THREADS, 1) attend_keys(
     const int begin = most(s0 - past, 0) / BLOCK * BLOCK, end = ends ? ends[least(s0 + ROWS * GROUPS, keys) - 1] : tokens;
     const int blocks = (end - begin + BLOCK - 1) / BLOCK;
 
-    if (thread == 0)
-        for (int place = 0; place < PLACES; place++) {
-            phase_begin(&shared.full[place], COPIERS);
-            phase_begin(&shared.empty[place], CONSUMERS / 32);
-        }
+    if (thread == 0) begin_places(shared.full, shared.empty);
     sync_threads();
 
     if (warp >= CONSUMERS / 32) {

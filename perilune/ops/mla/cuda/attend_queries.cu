@@ -20,7 +20,7 @@ struct Group {
     Shared& shared;
     const int number, warp, lane;
     const float factor;
-    int first[2], limit[2], from_sure, to_sure;  // keys that this thread's two rows see; that all rows of the group see
+    const Sight sight;
     float log[2], delta[2], dq[KEY_CHUNKS][32];
 
     __device__ __forceinline__ void begin_block(float (&s)[32], float (&pull)[32], int j) const {
@@ -50,29 +50,14 @@ struct Group {
     }
     // Scores of the keys from `key` on become ds.
     __device__ __forceinline__ void differentiate(float (&s)[32], const float (&pull)[32], int key) const {
-        if (key + BLOCK > to_sure || key < from_sure) {
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                const int at = key + 2 * (lane & 3) + 8 * (i >> 2) + (i & 1), h = i >> 1 & 1;
-                if (at >= limit[h] || at < first[h]) s[i] = from_bits(0xff800000u);
-            }
-        }
+        sight.hide(s, key, lane);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             const int h = i >> 1 & 1;
             s[i] = exp2_fast(fmaf(s[i], factor, -log[h])) * (pull[i] - delta[h]);
         }
     }
-    __device__ __forceinline__ void take_turn() const { barrier_sync(TURN + number, CONSUMERS); }
-    __device__ __forceinline__ void pass_turn() const { barrier_arrive(TURN + (number ^ 1), CONSUMERS); }
 };
-
-DEVICE void narrow(const float (&s)[32], u32 (&ds)[BLOCK / 16][4]) {
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) ds[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]);
-}
 
 // q, dout [B, tokens, heads, ..] and k, v [B, keys, heads, ..] by strides in numbers; firsts as for attend; queries
 // [B, heads, pitch] of attend_stats.cu; dq [B, tokens, heads, KEY] dense.
@@ -90,11 +75,7 @@ KERNEL(THREADS, 1) attend_queries(
     const int begin = firsts ? firsts[t0] / BLOCK * BLOCK : 0, end = least(past + t1, keys);
     const int blocks = (end - begin + BLOCK - 1) / BLOCK;
 
-    if (thread == 0)
-        for (int place = 0; place < PLACES; place++) {
-            phase_begin(&shared.full[place], COPIERS);
-            phase_begin(&shared.empty[place], CONSUMERS / 32);
-        }
+    if (thread == 0) begin_places(shared.full, shared.empty);
     sync_threads();
 
     if (warp >= CONSUMERS / 32) {
@@ -115,23 +96,17 @@ KERNEL(THREADS, 1) attend_queries(
 
     registers_take<232>();
     const int number = warp >> 2, g0 = t0 + ROWS * number;
-    Group group = {shared, number, warp & 3, lane, factor};
+    const int row = g0 + 16 * (warp & 3) + (lane >> 2);
+    Group group = {shared, number, warp & 3, lane, factor, Sight(firsts, nullptr, past, tokens, keys, g0, row)};
     const int own = (thread & 127) >> 3, piece = thread & 7;
     copy_rows<KEY, ROWS, 16>(shared.query[number], q + batch * q_b + head * q_h + g0 * q_t, q_t, own, piece, tokens - g0);
     copy_rows<VALUE, ROWS, 16>(shared.dout[number], dout + batch * do_b + head * do_h + g0 * do_t, do_t, own, piece, tokens - g0);
     copy_commit();
-    const int row = g0 + 16 * (warp & 3) + (lane >> 2);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int t = least(row + 8 * h, tokens - 1);
-        group.first[h] = firsts ? firsts[t] : 0;
-        group.limit[h] = least(past + t + 1, keys);
         const Query known = queries[(batch * heads + head) * pitch + row + 8 * h];
         group.log[h] = known.log, group.delta[h] = known.delta;
     }
-    const int low = least(g0, tokens - 1);
-    group.from_sure = firsts ? firsts[least(g0 + ROWS, tokens) - 1] : 0;
-    group.to_sure = least(past + low + 1, keys);
 #pragma unroll
     for (int c = 0; c < KEY_CHUNKS; c++)
 #pragma unroll
@@ -139,23 +114,23 @@ KERNEL(THREADS, 1) attend_queries(
     copy_wait<0>();
     publish_operands();
     barrier_sync(OWN + number, 128);
-    if (number == 1) group.pass_turn();
+    if (number == 1) pass_turn(number);
 
     float s[32], pull[32];
     u32 ds[BLOCK / 16][4];
-    group.take_turn();
+    take_turn(number);
     group.begin_block(s, pull, 0);
-    group.pass_turn();
+    pass_turn(number);
     products_wait<0>();
     held(s);
     held(pull);
     group.differentiate(s, pull, begin);
     narrow(s, ds);
     for (int j = 1; j < blocks; j++) {
-        group.take_turn();
+        take_turn(number);
         group.begin_block(s, pull, j);
         group.begin_sums(ds, j - 1);
-        group.pass_turn();
+        pass_turn(number);
         products_wait<1>();
         held(s);
         held(pull);
@@ -163,7 +138,7 @@ KERNEL(THREADS, 1) attend_queries(
         group.end_sums(ds, j - 1);
         narrow(s, ds);
     }
-    if (number == 0) group.take_turn();  // what the other group passed on last
+    if (number == 0) take_turn(number);  // what the other group passed on last
     group.begin_sums(ds, blocks - 1);
     group.end_sums(ds, blocks - 1);
 

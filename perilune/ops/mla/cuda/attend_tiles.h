@@ -39,3 +39,47 @@ template <int WIDTH> DEVICE void multiply_rows(float (&s)[32], u64 a, u64 b) {
 struct Query {
     float log, delta;
 };
+
+// The keys that queries see: of this thread's two rows `row` and row + 8, those from `first` up to, not including, `limit`; all 64
+// rows of the group, from g0 on, see those from `from_sure` up to `to_sure`. firsts and lasts: see attend.cu.
+struct Sight {
+    int first[2], limit[2], from_sure, to_sure;
+
+    __device__ __forceinline__ Sight(const int* firsts, const int* lasts, int past, int tokens, int keys, int g0, int row) {
+        const int low = least(g0, tokens - 1), high = least(g0 + ROWS, tokens) - 1;
+        from_sure = firsts ? firsts[most(low, high)] : 0;
+        to_sure = least(lasts ? lasts[low] + 1 : past + low + 1, keys);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int t = least(row + 8 * h, tokens - 1);
+            first[h] = firsts ? firsts[t] : 0;
+            limit[h] = least(lasts ? lasts[t] + 1 : past + t + 1, keys);
+        }
+    }
+    // Scores of the 2 N keys from `key` on become minus infinity where a row does not see one.
+    template <int N> __device__ __forceinline__ void hide(float (&s)[N], int key, int lane) const {
+        if (key + 2 * N <= to_sure && key >= from_sure) return;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int at = key + 2 * (lane & 3) + 8 * (i >> 2) + (i & 1), h = i >> 1 & 1;
+            if (at >= limit[h] || at < first[h]) s[i] = from_bits(0xff800000u);
+        }
+    }
+};
+
+// A product's 64 x 2 N results as left operands of further ones.
+template <int N> DEVICE void narrow(const float (&s)[N], u32 (&left)[N / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 8; k++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) left[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]);
+}
+
+// group: wait until it may start products; let the other one.
+DEVICE void take_turn(int number) { barrier_sync(TURN + number, CONSUMERS); }
+DEVICE void pass_turn(int number) { barrier_arrive(TURN + (number ^ 1), CONSUMERS); }
+
+// thread: set up the phases of places that copying threads fill and multiplying warps empty.
+template <int PLACES> DEVICE void begin_places(u64 (&full)[PLACES], u64 (&empty)[PLACES]) {
+    for (int place = 0; place < PLACES; place++) phase_begin(&full[place], COPIERS), phase_begin(&empty[place], CONSUMERS / 32);
+}
