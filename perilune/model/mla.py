@@ -22,7 +22,7 @@ from perilune.model.norm import RMSNorm
 from perilune.model.paged import PagedCache
 from perilune.model.state import LatentCache
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
-from perilune.ops.mla import attend, attend_latent, max_logit
+from perilune.ops.mla import attend, attend_latent
 from perilune.ops.mla.append import append_latents
 from perilune.ops.mla.packed import CachedChunks, attend_packed
 from perilune.ops.mla.pages import attend_latent_pages
@@ -200,14 +200,8 @@ class GatedMLA(nn.Module):
         if state is None:
             keys, values = self.expand(latent, shared)
             q = torch.cat((q_nope, q_shared), dim=-1)
-            if self.training and self.track_max_logit:
-                # In place, so that a reference to the buffer stays valid over micro-batches.
-                torch.maximum(
-                    self.max_logit_H,
-                    max_logit(q, keys, self.scale, segments).to(self.max_logit_H),
-                    out=self.max_logit_H,
-                )
-            out = attend(q, keys, values, self.scale, segments, fp32_output=self.fp32_output)
+            largest_H = self.max_logit_H if self.training and self.track_max_logit else None
+            out = attend(q, keys, values, self.scale, segments, fp32_output=self.fp32_output, largest_H=largest_H)
         else:
             assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
             entries = torch.cat((latent, shared), dim=-1)

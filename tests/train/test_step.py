@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_qk_clip_holds_the_same_batchs_logits_below_tau():
 
 def test_without_qk_clip_no_logit_is_computed(monkeypatch):
     model, optimizer = made()
-    monkeypatch.setattr("perilune.model.mla.max_logit", lambda *a: pytest.fail("computed"))
+    monkeypatch.setattr(import_module("perilune.ops.mla.attend"), "max_logit", lambda *a: pytest.fail("computed"))
     assert train_step(model, optimizer, [batch()], factor=1.0, qk_clip=0.0).max_logit is None
 
 
