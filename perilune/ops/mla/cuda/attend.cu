@@ -21,15 +21,6 @@ struct Shared {
     u64 full_keys[2], full_values[2], empty_keys[2], empty_values[2];
 };
 
-DEVICE float quad_max(float x) {
-    x = fmaxf(x, shuffle_xor(x, 1));
-    return fmaxf(x, shuffle_xor(x, 2));
-}
-DEVICE float quad_sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-}
-
 struct Group {
     Shared& shared;
     const int number, warp, lane;
@@ -172,10 +163,9 @@ KERNEL(THREADS, 1) attend(
     held(group.out);
 
     if (largest) {
-        float most = fmaxf(row < tokens ? group.top[0] : NOTHING_SEEN, row + 8 < tokens ? group.top[1] : NOTHING_SEEN);
-#pragma unroll
-        for (int mask = 16; mask; mask >>= 1) most = fmaxf(most, shuffle_xor(most, mask));
-        if (lane == 0) largest[((batch * heads + head) * gridDim.x + tile) * 8 + warp] = most;
+        const float own = fmaxf(row < tokens ? group.top[0] : NOTHING_SEEN, row + 8 < tokens ? group.top[1] : NOTHING_SEEN);
+        const float all = warp_max(own);
+        if (lane == 0) largest[((batch * heads + head) * gridDim.x + tile) * 8 + warp] = all;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {

@@ -5,12 +5,6 @@
 
 constexpr int STATS_WARPS = 4;
 
-DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
-    return x;
-}
-
 // out [B, tokens, heads, VALUE] dense and dout by strides, each float (WIDE_OUT, WIDE_DOUT) or bfloat16; logs [B, heads, tokens];
 // queries [B, heads, pitch], beyond `tokens` such that they weigh nothing; narrow: dout in bfloat16, dense (if WIDE_DOUT).
 KERNEL(32 * STATS_WARPS, 8) attend_stats(

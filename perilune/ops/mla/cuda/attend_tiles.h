@@ -1,7 +1,7 @@
 // What the kernels of causal attention share: attend.cu, and attend_queries.cu and attend_keys.cu, its backward pass.
 // Macros: KEY (channels of a key, a multiple of 16), VALUE (64 or 128).
 #pragma once
-#include "device.h"
+#include "reductions.h"
 
 constexpr int ROWS = 64, GROUPS = 2;  // rows of a warpgroup's tile; warpgroups that multiply
 constexpr int CONSUMERS = 128 * GROUPS, COPIERS = 128, THREADS = CONSUMERS + COPIERS;
@@ -9,9 +9,6 @@ constexpr int KEY_CHUNKS = (KEY + 63) / 64, VALUE_CHUNKS = VALUE / 64;
 constexpr int CHUNK = 128 * ROWS;  // bytes: 64 rows of 64 channels
 
 enum { OWN = 1, TURN = 3 };  // barriers besides 0, plus the group's number
-
-DEVICE int least(int a, int b) { return a < b ? a : b; }
-DEVICE int most(int a, int b) { return a > b ? a : b; }
 
 // Rows `first`, `first` + STEP, .. of COUNT rows of WIDTH channels: each thread a 16-byte piece of every chunk's row. Channels
 // beyond WIDTH are left as they are: they only ever meet results that nobody reads.

@@ -4,14 +4,6 @@
 
 #define NOTHING from_bits(0xff800000u)  // minus infinity: the score of what a row does not see
 
-DEVICE float quad_max(float x) {
-    x = fmaxf(x, shuffle_xor(x, 1));
-    return fmaxf(x, shuffle_xor(x, 2));
-}
-DEVICE float quad_sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-}
 DEVICE float finite(float top) { return top == NOTHING ? 0.0f : top; }
 
 struct Group {

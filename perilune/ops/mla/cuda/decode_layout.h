@@ -26,5 +26,3 @@ enum { PUBLISHED = 1, OWN = 3, BOTH = 5 };
 DEVICE constexpr int part_in_turn(int n, int place) {
     return EXTRA == 0 ? place ^ n : n == 0 ? SHARED_PART : place ^ (n - 1);
 }
-
-DEVICE int least(int a, int b) { return a < b ? a : b; }

@@ -6,12 +6,6 @@
 
 constexpr int LATENT = 512, THREADS = 128, EAGER = 12;  // parts that a thread asks for before it knows their weights
 
-DEVICE float warp_max(float x) {
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) x = fmaxf(x, shuffle_xor(x, mask));
-    return x;
-}
-
 // sums [runs, 2, count, 512] and logs [runs, 2, count], float; out [B, count, 512] bfloat16. A sequence's parts are the second of
 // the run in which it begins, unless it begins with it, and the first of the runs that follow.
 KERNEL(THREADS, 7) merge(

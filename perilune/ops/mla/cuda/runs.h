@@ -3,7 +3,7 @@
 // within one run is finished there; of others each run leaves a part. A run has at most two parts: of its first sequence,
 // and of its last.
 #pragma once
-#include "device.h"
+#include "reductions.h"
 
 constexpr int KEYS = 64;
 
