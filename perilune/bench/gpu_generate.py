@@ -1,14 +1,20 @@
 """Rows of decoding on a GPU through the serving engine: a step of a whole model, against the traffic of its weights and states.
 
 Weights are random, which changes nothing in time but the experts' load. `ours_ms` is what a step takes at the client: forward
-pass, draw, reading of text; `extra` has the replay of the recorded pass alone. The bound is the least traffic at copy speed.
+pass, draw, reading of text. The peer is the replay of the recorded pass alone, which is the sum of its kernels: what an
+engine could reach whose own work cost nothing. The bound is the least traffic at copy speed. `extra`:
+
+- `host_ms`: the host's own work for a step, most of it while the device works on another; waiting does not count.
+- `synchronous_ms`: a step of the same engine when the next step is planned only after the last one was read.
+- `target_ratio`: what `ratio` aims at.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,6 +24,7 @@ from perilune.config.presets import preset
 from perilune.model import Transformer
 from perilune.model.cast import compute_in
 from perilune.model.latent_moe import Experts
+from perilune.serve.core import Totals
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams
 from perilune.serve.settings import EngineSettings
@@ -25,6 +32,7 @@ from perilune.tokenizer import ByteTokenizer
 
 BATCHES = (1, 8, 32)
 PROMPT, NEW = 64, 96
+GOAL = 1 / 1.15  # of a step's speed, by that of its kernels
 
 
 @lru_cache(maxsize=1)
@@ -85,6 +93,23 @@ def _replay_ms(engine: LocalEngine, batch: int) -> float:
     return statistics.median(times)
 
 
+def _host_ms(before: Totals, after: Totals) -> float:
+    """Milliseconds of a step that the engine's thread was at work for, not waiting."""
+    busy = [t.scheduler_seconds + t.step_seconds - t.waited_seconds for t in (before, after)]
+    return 1e3 * (busy[1] - busy[0]) / (after.steps - before.steps)
+
+
+@contextmanager
+def _synchronous(engine: LocalEngine) -> Iterator[None]:
+    """Meanwhile the engine reads each step before it plans the next one."""
+    scheduler = engine.core.scheduler
+    engine.core.call(lambda: setattr(scheduler, "ahead", False))
+    try:
+        yield
+    finally:
+        engine.core.call(lambda: setattr(scheduler, "ahead", True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
     """A row: decoding of `batch` sequences by a preset."""
@@ -105,14 +130,19 @@ class DecodeCase:
     def measure(self, device: str, samples: int) -> Row:
         """Time `samples` answers behind one that compiles and records."""
         engine = _engine(self.preset)
-        model = engine.core.runner.model
+        model, totals = engine.core.runner.model, engine.core.totals
         _step_ms(engine, self.batch, 0)
+        before = replace(totals)
         times = [_step_ms(engine, self.batch, seed) for seed in range(1, samples + 1)]
+        ours, replay, host = statistics.median(times), _replay_ms(engine, self.batch), _host_ms(before, totals)
+        with _synchronous(engine):
+            serial = statistics.median(_step_ms(engine, self.batch, seed) for seed in range(1, samples + 1))
+        extra = {"host_ms": host, "synchronous_ms": serial, "target_ratio": GOAL}
         return Row(
-            name=self.name, shape=self.shape, ours_ms=statistics.median(times), peer="", peer_ms=None, ratio=None,
-            bound_ms=1e3 * step_bytes(model, self.batch) / copy_ceiling(device), device=device_name(device),
-            versions=versions(), commit=commit(), ours_spread_ms=(min(times), max(times)), peer_spread_ms=None,
-            samples=samples, extra={"replay_ms": _replay_ms(engine, self.batch)},
+            name=self.name, shape=self.shape, ours_ms=ours, peer="replay of the recorded pass", peer_ms=replay,
+            ratio=replay / ours, bound_ms=1e3 * step_bytes(model, self.batch) / copy_ceiling(device),
+            device=device_name(device), versions=versions(), commit=commit(), ours_spread_ms=(min(times), max(times)),
+            peer_spread_ms=None, samples=samples, extra=extra,
         )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""The engine's thread: takes requests in, plans a step, runs it, hands out what was drawn, and goes on.
+"""The engine's thread: takes requests in, plans a step, launches it, hands out what was drawn, and goes on.
 
 Only this thread touches scheduler, cache and pages. Everybody else leaves a command in the inbox, which is read between two
 steps; so a request can be stopped, and the cache be looked at, at any time without a lock. While the device works on a
 step, prompts that have arrived are hashed on the threads that sent them, and their images run; what is left to do between
-steps is proportional to the rows.
+steps is proportional to the rows, and where the scheduler plans ahead (`overlap`) it is done while the device works on the
+step behind.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from perilune.ops.native.build import release_threads
 from perilune.serve.answer import Answer
 from perilune.serve.cache import HybridCache
 from perilune.serve.engine import CacheEvent, EngineClosed, EngineFailed
+from perilune.serve.flight import Flight, Stage
 from perilune.serve.job import LocalJob
+from perilune.serve.overlap import why_settled_first
 from perilune.serve.runner import ModelRunner
 from perilune.serve.runner.runner import Scores
-from perilune.serve.sampling import Drawn, draw_rows, token_logprobs
+from perilune.serve.sampling import Draw, Drawn, start_draw, token_logprobs
 from perilune.serve.schedule import Plan, Scheduler, Sequence
 from perilune.serve.schedule.sequence import ENDED
+from perilune.serve.staging import Stopwatch
 from perilune.serve.tiers import Tiers
 
 Result = TypeVar("Result")
@@ -44,9 +48,10 @@ class Totals:
 
     Attributes:
         steps: that ran.
-        generated: tokens drawn.
+        generated: tokens drawn; not those that were dropped because their answers had ended.
         failed: steps that raised.
         scheduler_seconds: planning and settling; step_seconds: running, drawing and telling.
+        waited_seconds: of the latter, for the device.
     """
 
     steps: int = 0
@@ -54,6 +59,7 @@ class Totals:
     failed: int = 0
     scheduler_seconds: float = 0.0
     step_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
 
 class EngineCore:
@@ -83,6 +89,7 @@ class EngineCore:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = self._paused = False
+        self._flights: deque[Flight] = deque()
 
     # ---- from any thread
 
@@ -100,13 +107,14 @@ class EngineCore:
         return min((self.scheduler.queues.position(sequence) for sequence in job.prompts), default=0)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the engine's thread between two steps; returns, or raises, what it does."""
+        """Run a function on the engine's thread while no step is under way; returns, or raises, what it does."""
         if threading.current_thread() is self._thread:
             return function()
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
+                self.settle()
                 answer.put((function(), None))
             except BaseException as error:
                 answer.put((None, error))
@@ -174,6 +182,7 @@ class EngineCore:
         ended = EngineClosed(f"the engine was {why}; ask another server, or start this one again")
         for job in list(self.jobs.values()):
             job.end(ended)
+        self._flights.clear()  # nobody is left to hear of them
         while not self._inbox.empty():  # whoever waits for a `call` gets its answer
             self._inbox.get()()
         for job in list(self.jobs.values()):
@@ -226,39 +235,86 @@ class EngineCore:
         job.end(error)
 
     def step(self) -> bool:
-        """Plan and run one step; False if nothing can be computed now."""
+        """Plan a step and launch it, and settle those before it; False if there is nothing to do now.
+
+        The launched one stays under way if the next one may be planned before its end; else it is settled, too.
+        """
+        flight, running_on = self._launch(), False
+        if flight is not None:
+            self._flights.append(flight)
+            whole = len(flight.stages) == len(flight.plan.stages)
+            running_on = self.scheduler.ahead and whole and why_settled_first(flight.plan, self.scheduler) is None
+        progress = bool(self._flights)
+        while len(self._flights) > running_on:
+            self._settle_oldest()
+        return progress
+
+    def settle(self) -> None:
+        """Settle all steps under way."""
+        while self._flights:
+            self._settle_oldest()
+
+    def _launch(self) -> Flight | None:
+        """Plan a step and begin it; None if nothing can be computed now."""
         began = time.perf_counter()
         plan = self.scheduler.plan()
         self._settle_refused()
+        planned = time.perf_counter()
+        self.totals.scheduler_seconds += planned - began
         if plan is None:
-            return False
+            return None
         self._note_started(plan, began)
-        since = planned = time.perf_counter()
+        flight = Flight(plan)
+        if plan.prefill and self._flights and not self._flights[-1].plan.prefill:
+            self.settle()  # its launch takes longer than a step of decoding: tell first what there is to tell
+            planned = time.perf_counter()
+        try:
+            for _ in plan.stages if self.runner.launches else plan.stages[:1]:
+                self._launch_stage(flight)
+        except Exception as error:
+            flight.error = error
+        self.totals.step_seconds += time.perf_counter() - planned
+        return flight
+
+    def _launch_stage(self, flight: Flight) -> None:
+        watch = Stopwatch(self.runner.model.device)
+        scores = self.runner.run(flight.plan, len(flight.stages))
+        draw = self._draw(flight.plan, scores)
+        if draw is not None:
+            self.runner.keep(scores.rows, draw.ids_B)
+        watch.stop()
+        flight.stages.append(Stage(scores.rows, draw, watch))
+
+    def _settle_oldest(self) -> None:
+        """Hear what the oldest step has drawn, tell it, and end the step."""
+        flight, began = self._flights.popleft(), time.perf_counter()
+        plan, totals = flight.plan, self.totals
         told: list[Sequence] = []  # whose answers are whole
         drawn: dict[str, int] = {}
         try:
             for stage in range(len(plan.stages)):
-                some = self._draw(plan, self.runner.run(plan, stage))
+                if stage == len(flight.stages):
+                    if flight.error is not None:
+                        raise flight.error
+                    self._launch_stage(flight)
+                since = time.perf_counter()
+                some, seconds = flight.stages[stage].read()
                 now = time.perf_counter()
-                self.scheduler.took(plan, stage, now - since)
+                totals.waited_seconds += now - since
+                self.scheduler.took(plan, stage, seconds)
                 told += self._tell(plan, some, now)
                 drawn |= {name: one.token_id for name, one in some.items()}
-                since = time.perf_counter()
         except Exception as error:
             self._fail(plan, error)
-            return True
+            return
         ran = time.perf_counter()
         self.scheduler.finish(plan, drawn)
         for sequence in told:  # ended only now, so that what this step computed of them is cached
             self.scheduler.end(sequence)
             self._forget_whole(sequence)
-        settled = time.perf_counter()
-        totals = self.totals
         totals.steps += 1
-        totals.generated += len(drawn)
-        totals.scheduler_seconds += planned - began + settled - ran
-        totals.step_seconds += ran - planned
-        return True
+        totals.scheduler_seconds += time.perf_counter() - ran
+        totals.step_seconds += ran - began
 
     def _settle_refused(self) -> None:
         for sequence, error in self.scheduler.refused:
@@ -280,19 +336,16 @@ class EngineCore:
                     )
                 )
 
-    def _draw(self, plan: Plan, scores: Scores) -> dict[str, Drawn]:
-        """The next token of every row of a stage that ends with its last known one."""
+    def _draw(self, plan: Plan, scores: Scores) -> Draw | None:
+        """The next token of every row of a stage that ends with its last one."""
         for row in plan.prefill:
             if row.sequence.name in scores.prompt:
                 self._score_prompt(row.sequence, row.chunk.start, scores.prompt[row.sequence.name])
-        rows = [row.sequence for row in plan.rows if row.draws and row.sequence.name in scores.logits]
-        if not rows:
-            return {}
-        answers: list[Answer] = [sequence.content for sequence in rows]
-        logits_BZ = torch.stack([scores.logits[sequence.name] for sequence in rows])
+        answers: list[Answer] = [row.sequence.content for row in scores.rows]
+        if not answers:
+            return None
         masks = [None if answer.constraint is None else answer.constraint.mask() for answer in answers]
-        drawn = draw_rows([answer.sampling for answer in answers], logits_BZ, masks)
-        return {sequence.name: one for sequence, one in zip(rows, drawn)}
+        return start_draw([answer.sampling for answer in answers], scores.together(), masks)
 
     @staticmethod
     def _score_prompt(sequence: Sequence, start: int, logits_TZ: torch.Tensor) -> None:
@@ -308,11 +361,11 @@ class EngineCore:
         """Hand out what a stage has drawn; returns the sequences whose answers are whole with it."""
         whole: list[Sequence] = []
         for row in plan.rows:
-            sequence = row.sequence
+            sequence, answer = row.sequence, row.sequence.content
             job = self._job_of.get(sequence.name)
-            if sequence.name not in drawn or job is None:
-                continue
-            answer: Answer = sequence.content
+            if sequence.name not in drawn or job is None or answer.finish_reason is not None:
+                continue  # in the last case it had ended at the step before, and this row was planned too early to know
+            self.totals.generated += 1
             answer.first, answer.last = answer.first or now, now
             try:
                 delta = answer.take(drawn[sequence.name])

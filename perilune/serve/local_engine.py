@@ -28,6 +28,7 @@ from perilune.serve.core import EngineCore
 from perilune.serve.engine import EngineMetrics
 from perilune.serve.images import PlacedImage, ShownImages, sizes
 from perilune.serve.job import LocalJob
+from perilune.serve.overlap import pays_off
 from perilune.serve.reader import ChatReader, Reader, TextReader
 from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Service
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
@@ -82,7 +83,10 @@ class LocalEngine:
         pages = self.settings.pages(geometry, context_length, free)
         cache = HybridCache(geometry, pages, Retention.parse(self.settings.retention), self.settings.eviction)
         pool = PagePool(model.cfg, geometry, pages, model.compute_dtype, model.device)
-        runner = ModelRunner(model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic)
+        runner = ModelRunner(
+            model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic,
+            most_rows=self.settings.sequences,
+        )  # fmt: skip
         self._identity = name
         tiers = None
         if self.settings.host_bytes or self.settings.disk is not None:
@@ -92,7 +96,9 @@ class LocalEngine:
                 self._identity = f"{name} {fingerprint(model)}"
                 disk = DiskTier(self.settings.disk, self.settings.disk_bytes, *sizes)
             tiers = Tiers(cache, pool, self.settings.host_bytes, disk)
-        scheduler = Scheduler(cache, self.settings.limits(geometry, context_length, model.device.type))
+        limits = self.settings.limits(geometry, context_length, model.device.type)
+        overlap = pays_off(model.device) if self.settings.overlap is None else self.settings.overlap
+        scheduler = Scheduler(cache, limits, ahead=overlap)
         self.core = EngineCore(cache, scheduler, runner, tiers)
         self.admin = Administration(self.core, self.root_key)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
@@ -212,7 +218,7 @@ class LocalEngine:
                 chain = TokenChain(root, self.core.cache.geometry.unit, ids, [image.key for image in images])
                 sequence = Scheduled(
                     name, ids, chain, turn_ends=turn_ends, priority=service.priority, content=answer,
-                    extends_chain=not self.settings.deterministic,
+                    extends_chain=not self.settings.deterministic, longest=len(ids) + params.max_tokens,
                 )  # fmt: skip
                 sequences.append(sequence)
                 if choice == 0:

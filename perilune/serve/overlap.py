@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from perilune.serve.schedule import Plan
+from perilune.serve.schedule import Plan, Scheduler
 
 
 def pays_off(device: torch.device) -> bool:
@@ -20,19 +20,20 @@ def pays_off(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_settled_first(plan: Plan, *, crowded: bool) -> str | None:
+def why_settled_first(plan: Plan, scheduler: Scheduler) -> str | None:
     """Why a step is settled before the next one is planned; None = the next one is planned and launched while it runs.
 
+    prompts   it holds prompts and others are expected: it is long, and who comes meanwhile would wait for two such steps
+    room      somebody lacks a page or a slot, and who could give one up has a row in it
+    grammar   the host makes the mask of a row's next token from its last one
+
     Args:
-        plan: of the step.
-        crowded: see `Scheduler.crowded`.
+        plan: of the step; the scheduler's newest.
+        scheduler: that planned it.
     """
-    if (
-        plan.prefill
-    ):  # such a step is long, so there is little to hide; whoever comes meanwhile would wait for two of them
+    if plan.prefill and scheduler.pace.expects_short:
         return "prompts"
-    if crowded:  # who could make room has a row under way
+    if scheduler.crowded:
         return "room"
-    if any(row.sequence.content is not None and row.sequence.content.constraint is not None for row in plan.decode):
-        return "grammar"  # the host makes the mask of the next token from the last one
-    return None
+    contents = (row.sequence.content for row in plan.rows if row.draws)
+    return "grammar" if any(content is not None and content.constraint is not None for content in contents) else None

@@ -171,11 +171,11 @@ def adjusted(rows: Sequence[SamplingRow], logits_BZ: Tensor, masks: Sequence[Mas
     vocab = logits_BZ.shape[-1]
     scores_BZ = add_biases([row.params.logit_bias for row in rows], logits_BZ)
     scores_BZ = penalised([(row.params, row.counts) for row in rows], scores_BZ)
-    if masks is not None and any(mask is not None for mask in masks):
-        allowed = [None if mask is None else _allowed(row, mask) for row, mask in zip(rows, masks, strict=True)]
-        scores_BZ = allowed_only(scores_BZ, allowed)
-    free = rows if masks is None else [None if mask is not None else row for row, mask in zip(rows, masks, strict=True)]
-    return forbid([() if row is None else [t for t in row.forbidden if t < vocab] for row in free], scores_BZ)
+    masks = [None] * len(rows) if masks is None else masks
+    pairs = list(zip(rows, masks, strict=True))
+    scores_BZ = allowed_only(scores_BZ, [None if mask is None else _allowed(row, mask) for row, mask in pairs])
+    forbidden = [[t for t in row.forbidden if t < vocab] if mask is None else () for row, mask in pairs]
+    return forbid(forbidden, scores_BZ)
 
 
 def _allowed(row: SamplingRow, mask: Mask) -> Mask:
@@ -190,6 +190,8 @@ def _allowed(row: SamplingRow, mask: Mask) -> Mask:
 
 def allowed_only(logits_BZ: Tensor, masks: Sequence[Mask | None]) -> Tensor:
     """Logits with -inf for every token that a row's mask forbids; rows without a mask stay as they are."""
+    if all(mask is None for mask in masks):
+        return logits_BZ
     every = np.ones(logits_BZ.shape[-1], dtype=np.bool_)
     forbidden_BZ = ~np.stack([every if mask is None else mask for mask in masks])
     return logits_BZ.masked_fill(to_device(forbidden_BZ, logits_BZ.device), -math.inf)

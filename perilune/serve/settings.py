@@ -37,6 +37,8 @@ class EngineSettings:
         host_bytes: memory of the host behind the pool; 0 = what the pool evicts is lost.
         disk: folder behind that; None = nothing. It outlives the process.
         disk_bytes: most bytes in it.
+        overlap: whether the next step is planned while the device works on the last one; None = where it pays off, see
+            `overlap`.
         deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
             long as a hash unit, decoding goes in groups of eight, and answers are not cached, only prompts.
 
@@ -56,6 +58,7 @@ class EngineSettings:
     host_bytes: int = 0
     disk: Path | None = None
     disk_bytes: int = 2**34
+    overlap: bool | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:

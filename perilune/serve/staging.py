@@ -49,7 +49,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._events = None
         if device.type == "cuda":
-            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = tuple(torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
             self._events[0].record()
         self._began = self._ended = time.perf_counter()
 

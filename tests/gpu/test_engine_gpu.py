@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import random
 
 import pytest
@@ -12,8 +13,10 @@ from perilune.config.presets import nano
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
 from perilune.serve.answer import Answer
+from perilune.serve.engine import JobEnd
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams
+from perilune.serve.sampling import SamplingRow, start_draw
 from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 
@@ -42,7 +45,7 @@ def text(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=length)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def scores(monkeypatch) -> list[float]:
     """Log-probabilities of all tokens as they are drawn; a stream leaves out those that show no text."""
     found: list[float] = []
@@ -96,3 +99,119 @@ def test_tiers_give_back_what_was_evicted(scores):
     assert running.metrics().tiers["host_hits_total"] > 0 and all(cached > 0 for _, _, cached in again)
     for (_, cold, _), (_, warm, _) in zip(first, again):
         assert abs(cold[0] - warm[0]) < 0.1
+
+
+# ---- the next step is planned while the device works
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+KINDS = (
+    GREEDY,
+    SamplingParams(seed=3, temperature=1.3, top_p=0.9, max_tokens=40, ignore_eos=True),
+    SamplingParams(seed=4, top_k=20, min_p=0.01, max_tokens=40, logprobs=3),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=40, min_tokens=40),
+    SamplingParams(seed=5, presence_penalty=1.0, logit_bias=((65, 4.0), (66, -50.0)), max_tokens=40),
+)
+
+
+def finish(engine: LocalEngine, asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Ids of all answers; the requests arrive together."""
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    jobs = [engine.complete([ids], params) for ids, params in asked]
+    engine.admin.pause()
+    for job in jobs:
+        job.start(lambda event: heard.put(event.error) if isinstance(event, JobEnd) else None)
+    engine.admin.resume()
+    assert [heard.get(timeout=60) for _ in jobs] == [None] * len(jobs)
+    return [job.answers[0].token_ids for job in jobs]
+
+
+def test_overlap_changes_no_token():
+    """Alone, where stops end answers unforeseen, and in company of constant size."""
+    synchronous, ahead = engine(overlap=False), engine()
+    assert ahead.core.scheduler.ahead and not synchronous.core.scheduler.ahead
+    for number, params in enumerate(KINDS):
+        asked = [(text(number, 30 + 50 * number), params)]
+        (expected,) = finish(synchronous, asked)
+        assert finish(ahead, asked) == [expected]
+        if params is GREEDY:
+            for stop in (expected[7], expected[30]):
+                stopped = [(asked[0][0], dataclasses.replace(params, stop_ids=(stop,)))]
+                (answer,) = finish(ahead, stopped)
+                assert finish(synchronous, stopped) == [answer] and (stop in answer[:-1]) is False
+    together = [(text(number, 40), dataclasses.replace(KINDS[number % 5], ignore_eos=True)) for number in range(10)]
+    assert finish(ahead, together) == finish(synchronous, together)
+    assert ahead.metrics().generated_tokens_total == synchronous.metrics().generated_tokens_total
+    for one in (synchronous, ahead):
+        assert one.admin.check_invariants() == [] and one.metrics().pages_used == 0
+        one.close()
+
+
+def test_stops_with_steps_in_flight():
+    running, choose = engine(cache_bytes=2**25, context_length=512), random.Random(0)
+    asked = [(text(seed, 64), GREEDY) for seed in range(4)]
+    expected = finish(running, asked)
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    jobs = []
+    for seed in range(60):
+        job = running.complete([text(seed % 9, choose.randint(1, 200))], KINDS[seed % 5], choose.choice((1, 2)))
+        patience = iter(range(choose.randint(1, 40)))
+
+        def listen(event, job=job, patience=patience):
+            if isinstance(event, JobEnd):
+                heard.put(event.error)
+            elif next(patience, None) is None:
+                job.close()
+
+        job.start(listen)
+        jobs.append(job)
+        if choose.random() < 0.4:
+            choose.choice(jobs).close()
+        if choose.random() < 0.1:
+            assert running.admin.check_invariants() == []
+    assert [heard.get(timeout=60) for _ in jobs] == [None] * len(jobs)
+    assert running.admin.check_invariants() == [] and running.metrics().pages_used == 0
+    assert [ids[:8] for ids in finish(running, asked)] == [ids[:8] for ids in expected], (
+        "another company, other roundings"
+    )
+
+
+def test_neither_a_draw_nor_a_step_waits_for_the_device():
+    """In the mode in which torch refuses to wait."""
+    rows = [SamplingRow(params, [1, 2, 3, 70], ends={256, 257}) for params in (*KINDS, *KINDS)]
+    logits_BZ = torch.randn(len(rows), 5000, device="cuda")
+    for _ in range(2):
+        start_draw(rows, logits_BZ).read()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        draws = [start_draw(rows, logits_BZ) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(0 <= one.token_id < 5000 for draw in draws for one in draw.read())
+    running, watched = engine(), []
+    run = running.core.runner.run
+
+    def strict(plan, stage):
+        if plan.prefill or plan.decode[0].sequence.drawn < 6:  # passes are recorded
+            return run(plan, stage)
+        watched.append(plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(plan, stage)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    running.core.runner.run = strict
+    finish(running, [(text(seed, 40), GREEDY) for seed in range(3)])
+    assert len(watched) > 20
+
+
+def test_a_cutoff_by_a_sort_on_the_device_is_that_of_the_host():
+    logits_BZ = torch.randn(6, 160_000)
+    logits_BZ[::2] *= 6
+    params = [SamplingParams(seed=row, top_p=p) for row, p in enumerate((0.5, 0.9, 0.95, 0.99, 0.3, 0.8))]
+    drawn = []
+    for there in (logits_BZ, logits_BZ.cuda()):
+        rows = [SamplingRow(one) for one in params]
+        drawn.append([[one.token_id for one in start_draw(rows, there).read()] for _ in range(20)])
+    same = sum(a == b for ours, theirs in zip(*drawn) for a, b in zip(ours, theirs))
+    assert same >= 118, f"{same} of 120 draws agree; exp and sums round differently"

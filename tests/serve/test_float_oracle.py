@@ -58,7 +58,7 @@ class Served:
             if scores.rows:
                 self.runner.keep(scores.rows, scores.together().argmax(-1))
             self.under_way.append((plan, scores))
-            on = self.scheduler.ahead and why_settled_first(plan, crowded=self.scheduler.crowded) is None
+            on = self.scheduler.ahead and why_settled_first(plan, self.scheduler) is None
         progress = bool(self.under_way)
         while len(self.under_way) > on:
             self.settle(*self.under_way.popleft())

@@ -76,6 +76,7 @@ class ModelRunner:
 
     Attributes:
         tokens_run: tokens that went through the model in all.
+        launches: whether `run` returns before the device has computed.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ModelRunner:
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
         self.tokens_run = 0
+        self.launches = model.device.type == "cuda"
         self._packs = not deterministic and _takes_parts(model)
         self._inputs = DecodeInputs(most_rows, pool.geometry.groups, model.device)
         self._decoding: dict[int, DecodeRows] = {}

@@ -39,9 +39,14 @@ class Pace:
         return self._waited > 0
 
     @property
+    def expects_short(self) -> bool:
+        """Whether short prompts have come of late, and so will others."""
+        return self._since < RECENT
+
+    @property
     def most(self) -> float:
         """Tokens of long prompts that the next step may hold."""
-        return self.tokens if self._since < RECENT else inf
+        return self.tokens if self.expects_short else inf
 
     def short_took(self, seconds: float) -> None:
         """Decoding and short prompts of a step took so long."""
