@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.cli.demo import DemoFlags, demo_config, finish, open_trainer, say
+from perilune.cli.picture_lines import exam_line
 
 PICTURES = 200
 """Pictures of each part that are asked about."""
@@ -29,8 +30,8 @@ def run_vision(flags: DemoFlags) -> int:
     result["train"]["images"] = sum(record.get("images", 0) for record in run_dir.read_metrics("train"))
     run_dir.write_json("summary.json", result)
     say("3/4 questions about pictures that were never seen")
-    from perilune.eval.picture_samples import table, write_samples
-    from perilune.eval.vision import examine
+    from perilune.eval.picture_samples import write_samples
+    from perilune.eval.vision import examine, table
 
     exams = examine(trainer.model, trainer.data.tokenizer, config, pictures=PICTURES)
     samples = write_samples(exams, run_dir.path)
@@ -38,10 +39,6 @@ def run_vision(flags: DemoFlags) -> int:
     run_dir.write_json("summary.json", result)
     say("4/4 report")
     return finish(flags, run_dir, result, began, _print)
-
-
-def _percent(share: dict[str, Any]) -> str:
-    return f"{share['accuracy']:.0%} ({share['low']:.0%}–{share['high']:.0%})"
 
 
 def _print(result: dict[str, Any], path: Path) -> None:
@@ -52,10 +49,7 @@ def _print(result: dict[str, Any], path: Path) -> None:
     print(f"text         {train['val_bits_per_byte']:.3f} bits/byte on held-out text")
     for part, words in (("held_out", "new pictures"), ("unseen", "new pairs")):
         for about in ("shape", "colour", "what"):
-            exam = vision[part][about]
-            chance = f", chance {exam['chance']:.0%}" if "chance" in exam else ""
-            print(f"{words:<13}{exam['question']:<22} {_percent(exam['generated'])}; "
-                  f"with another picture {exam['blind_generated']['accuracy']:.0%}{chance}")  # fmt: skip
+            print(exam_line(words, vision[part][about]))
     print(f"report       {result['report']}")
     print(
         f'next         perilune chat --run {path.name} --image {path / vision["samples"][0]["file"]} --once "what is this?"'

@@ -1,4 +1,4 @@
-"""`perilune eval`: bits per byte of a run on all of its held-out text."""
+"""`perilune eval`: bits per byte of a run on all of its held-out text, and right answers about new pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import NoReturn
 
+from perilune.cli.picture_lines import exam_line
 from perilune.errors import ConfigError
 from perilune.rundir import RunDir
 
@@ -16,6 +17,7 @@ Bits per byte of a run on the text that it never saw: every held-out byte counts
   --run NAME|PATH    the run; a bare name lives under runs/
   --step N           which checkpoint (default: the newest whole one)
   --tokens N         score about this many tokens; 0 = all (default)
+  --pictures N       ask about N new pictures of every kind, too; a run that was trained on pictures (default: 0)
   --device D         auto | cpu | cuda (default: as trained)
   --json             one JSON object on stdout
 """
@@ -33,6 +35,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--run")
     parser.add_argument("--step", type=int)
     parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--pictures", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(args)
@@ -43,29 +46,28 @@ def run(args: list[str]) -> int:
         raise ConfigError("eval: --run NAME is needed: which run is to be scored?")
     if flags.tokens < 0:
         raise ConfigError(f"--tokens {flags.tokens} must be 0 (all) or more")
+    if flags.pictures < 0:
+        raise ConfigError(f"--pictures {flags.pictures} must be 0 (none) or more")
     from perilune.eval.heldout import evaluate_run
+    from perilune.eval.vision import examine_run
 
+    exams = None
+    if flags.pictures:  # first: a run without pictures is refused before minutes of scoring
+        exams = examine_run(flags.run, step=flags.step, pictures=flags.pictures, device=flags.device)
     result = evaluate_run(flags.run, step=flags.step, max_tokens=flags.tokens, device=flags.device)
     folder = RunDir.resolve(flags.run).path
     if flags.json:
-        print(
-            json.dumps(
-                {
-                    "run": str(folder),
-                    "step": flags.step,
-                    "bits_per_byte": result.bits_per_byte,
-                    "nats": result.nats,
-                    "bytes": result.bytes,
-                    "tokens": result.tokens,
-                    "documents": result.documents,
-                    "seconds": result.seconds,
-                }
-            )
-        )
+        told = {"run": str(folder), "step": flags.step, "bits_per_byte": result.bits_per_byte, "nats": result.nats,
+                "bytes": result.bytes, "tokens": result.tokens, "documents": result.documents,
+                "seconds": result.seconds}  # fmt: skip
+        print(json.dumps(told if exams is None else told | {"pictures": exams}))
         return 0
     print(
         f"{folder}: {result.bits_per_byte:.4f} bits/byte on {result.bytes:,} held-out bytes "
         f"({result.documents} documents, {result.tokens:,} tokens, {result.seconds:.1f} s)"
     )
+    for part, questions in (exams or {}).items():
+        for exam in questions.values():
+            print(exam_line({"held_out": "new pictures", "unseen": "new pairs"}[part], exam))
     print(f"next: perilune report {flags.run}")
     return 0

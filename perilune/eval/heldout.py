@@ -6,11 +6,27 @@ from pathlib import Path
 
 import torch
 
-from perilune.loading import load_run
+from perilune.loading import LoadedRun, load_run
 from perilune.rundir import RunDir
 from perilune.train.heldout import HeldOutResult, score_held_out
 from perilune.train.precision import resolve_device, resolve_precision, set_threads
 from perilune.train.run_data import open_data
+
+
+def load_for_eval(name_or_path: str | Path, step: int | None = None, device: str | None = None) -> LoadedRun:
+    """A run's model where it is to be scored, in the precision and with the threads that it was trained with.
+
+    Args:
+        name_or_path, step, device: see `evaluate_run`.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, or it is damaged.
+    """
+    loaded = load_run(name_or_path, step=step)
+    place: torch.device = resolve_device(device or loaded.config.device)
+    set_threads(loaded.config)
+    loaded.model.compute_dtype = resolve_precision(loaded.config.precision, place).dtype
+    return loaded._replace(model=loaded.model.to(place))
 
 
 def evaluate_run(
@@ -28,9 +44,6 @@ def evaluate_run(
         CheckpointError: no such run or checkpoint, or it is damaged.
         RequestError: the run's text cannot be read any more.
     """
-    loaded = load_run(name_or_path, step=step)
-    place: torch.device = resolve_device(device or loaded.config.device)
-    set_threads(loaded.config)
-    loaded.model.compute_dtype = resolve_precision(loaded.config.precision, place).dtype
+    loaded = load_for_eval(name_or_path, step, device)
     data = open_data(loaded.config, RunDir.resolve(name_or_path))
-    return score_held_out(loaded.model.to(place), data.held_out, data.token_bytes, max_tokens=max_tokens)
+    return score_held_out(loaded.model, data.held_out, data.token_bytes, max_tokens=max_tokens)

@@ -39,12 +39,3 @@ def write_samples(exams: Sequence[Exam], run: Path, *, held_out: int = 12, unsee
             samples.append({"file": name, "kind": exam.kind, "part": exam.part, "question": exam.question, "right": right,
                             "answer": reply.generated, "width": drawing.image.width, "height": drawing.image.height})  # fmt: skip
     return samples
-
-
-def table(exams: Sequence[Exam]) -> dict[str, dict[str, Any]]:
-    """Shares of right answers by part, then by what was asked; kinds other than `shape` stand before it with a dot."""
-    result: dict[str, dict[str, Any]] = {}
-    for exam in exams:
-        about = exam.about if exam.kind == "shape" else f"{exam.kind}.{exam.about}"
-        result.setdefault(exam.part, {})[about] = exam.as_json()
-    return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from perilune.data.drawn.objects import SHAPES, with_article
 from perilune.data.image_input import image_processor
 from perilune.data.packing import IGNORE
 from perilune.errors import RequestError
+from perilune.eval.heldout import load_for_eval
 from perilune.eval.intervals import Share
 from perilune.model.state import ModelState
 from perilune.model.transformer import Transformer
@@ -122,6 +124,35 @@ def examine(
             drawings = [catalogue.draw(index, part) for index in range(pictures)]
             exams += [_exam(model, writer, drawings, about) for about in _subjects(drawings)]
     return exams
+
+
+def table(exams: Sequence[Exam]) -> dict[str, dict[str, Any]]:
+    """Shares of right answers by part, then by what was asked; kinds other than `shape` stand before it with a dot."""
+    result: dict[str, dict[str, Any]] = {}
+    for exam in exams:
+        about = exam.about if exam.kind == "shape" else f"{exam.kind}.{exam.about}"
+        result.setdefault(exam.part, {})[about] = exam.as_json()
+    return result
+
+
+def examine_run(
+    name_or_path: str | Path, *, step: int | None = None, pictures: int = 200, device: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Ask a run's checkpoint about new pictures.
+
+    Args:
+        name_or_path, step, device: see `heldout.evaluate_run`.
+        pictures: of each kind and part.
+
+    Returns:
+        As `table`.
+
+    Raises:
+        CheckpointError: no such run or checkpoint, or it is damaged.
+        RequestError: the run was not trained on pictures.
+    """
+    loaded = load_for_eval(name_or_path, step, device)
+    return table(examine(loaded.model, loaded.tokenizer, loaded.config, pictures=pictures))
 
 
 def _subjects(drawings: Sequence[Drawing]) -> list[str]:

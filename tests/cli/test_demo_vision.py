@@ -53,6 +53,18 @@ def test_the_report_shows_the_pictures_inside_the_page(run):
     assert len(files) == 12 and 'id="pictures"' in page
 
 
+def test_eval_asks_about_new_pictures(run, capsys):
+    assert main(["eval", "--run", str(run), "--tokens", "300", "--pictures", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["bits_per_byte"] > 0
+    for part in ("held_out", "unseen"):
+        assert told["pictures"][part]["colour"]["generated"]["total"] == 3
+    assert main(["eval", "--run", str(run), "--tokens", "300", "--pictures", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("with another picture" in line for line in lines) == sum(map(len, told["pictures"].values()))
+    assert main(["eval", "--run", str(run), "--pictures", "-1"]) == 2
+
+
 def test_chat_looks_at_files(run, tmp_path, capsys):
     picture = Image.new("RGB", (300, 200), "white")
     picture.paste((220, 30, 30), (100, 50, 200, 150))

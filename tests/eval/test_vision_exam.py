@@ -14,8 +14,8 @@ from perilune.data.drawn import Catalogue, DocumentWriter, kinds
 from perilune.data.image_input import image_processor
 from perilune.errors import RequestError
 from perilune.eval.intervals import Z95, Share
-from perilune.eval.picture_samples import table, write_samples
-from perilune.eval.vision import Exam, Reply, answer, examine
+from perilune.eval.picture_samples import write_samples
+from perilune.eval.vision import Exam, Reply, answer, examine, table
 from perilune.model.init import init_weights
 from perilune.model.transformer import Transformer
 from perilune.model.vision import ImageBatch
