@@ -13,12 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.mla.cuda import attend as cuda
 from perilune.ops.mla.cuda import attend_backward as cuda_backward
+from perilune.ops.mla.device import LOG2E
 from perilune.ops.mla.documents import Layout
 from perilune.ops.mla.max_logit import max_logit
 from perilune.ops.segments import Segments
 from perilune.ops.triton.sizes import blocks
-
-LOG2E = 1.4426950408889634
 
 
 def rows(*tensors: Tensor) -> list[Tensor]:
