@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from perilune.ops.attnres import read
+from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.few_rows.cuda.mixture import mixture
 from perilune.ops.few_rows.cuda.project import project
@@ -111,6 +113,31 @@ def test_a_layer_with_experts(name: str) -> None:
         got = layer_decode(x32[:tokens], w, active)
         close(got, truth[:tokens], 6e-3, (name, tokens))
         assert torch.equal(got, alone[:tokens]), f"{tokens} tokens: a row depends on its company"
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+@pytest.mark.parametrize("width", [512, 1024, 2048])
+@torch.no_grad()
+def test_reads_over_depth(count: int, width: int) -> None:
+    torch.manual_seed(0)
+    *bank, live = (normal(32, width) * width**0.5 for _ in range(count))
+    pending = normal(32, width) * width**0.5
+    weight, query, scale = (1 + normal(width, dtype=torch.float32) for _ in range(3))
+    weight = weight * width**-0.5
+    total = (live.double() + pending.double()).bfloat16()
+    truth = mix_reference([x.double() for x in (*bank, total)], (weight * query).double(), 1e-3)
+    truth = rms_norm_reference(truth, scale, 1e-4)
+    whole, kept = read(bank, live, pending, weight, 1e-3, scale, 1e-4, query)
+    close(whole, truth, 4e-3, (count, width))
+    assert torch.equal(kept, total)
+    for row in (0, 31):
+        rows = [x[row : row + 1] for x in (*bank, live, pending)]
+        assert torch.equal(read(rows[:-2], *rows[-2:], weight, 1e-3, scale, 1e-4, query)[0], whole[row : row + 1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = read(bank, live, pending, weight, 1e-3, scale, 1e-4, query)
+    graph.replay()
+    assert torch.equal(out, whole)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 The CUDA kernels sum the mix again in their backward pass; Triton's keep it where a norm follows. Of two sources Triton's
 forward kernel, a program a token, is the faster one: its many programs hide what a token waits for between its steps. Of a few
-tokens the CUDA kernel is: it may begin while the kernel ahead of it still runs.
+tokens the CUDA kernels are: they may begin while the kernel ahead of them still runs, and one of them does without a ring of rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from perilune.ops.attnres.cuda import read as cuda
 from perilune.ops.attnres.slots import GradientSlots
+from perilune.ops.few_rows.cuda.read import read as read_few
+from perilune.ops.few_rows.kernels import MOST_ROWS
 from perilune.ops.triton.available import missing
 
 FEW_SOURCES = 2
 FEW_ROWS = 132  # tokens, a block each
+FEW_WIDTH = 2048  # numbers of a row of which all sources fit the registers of a block
 
 
 def read(
@@ -39,7 +42,10 @@ def read(
     few = on_cuda and not gradients and sources[0].numel() <= FEW_ROWS * sources[0].shape[-1]
     if query_D is not None and not few:
         score_weight_D, query_D = score_weight_D * query_D, None
-    if few:
+    if few and given is None and sources[0].numel() <= MOST_ROWS * sources[0].shape[-1] <= MOST_ROWS * FEW_WIDTH:
+        weights = [None if w is None else cuda.floats(w) for w in (score_weight_D, norm_weight_D, query_D)]
+        total, out = read_few(sources, delta, weights[0], eps, weights[1], norm_eps, weights[2])
+    elif few:
         total, out, _ = cuda.forward(
             sources, delta, score_weight_D, eps, norm_weight_D, norm_eps, given=_dense(given), query_D=query_D
         )

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from perilune.ops.attnres import read
+from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.few_rows.cuda.mixture import mixture
@@ -193,6 +195,31 @@ def test_entries_of_a_latent_cache() -> None:
     plain = torch.zeros(4, 3, 48, dtype=torch.bfloat16)
     append_latents(kv, scale, 1e-4, plain, page, slot)
     assert float((plain[page, slot] - entries[page, slot]).abs().max()) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "delta", "norm"), [(2, 1024, True, True), (7, 160, False, True), (3, 1032, True, False)]
+)
+@torch.no_grad()
+def test_reads_over_depth(count: int, width: int, delta: bool, norm: bool) -> None:
+    *bank, live = (tokens_of(i, 3, 1, width) for i in range(count))
+    pending = tokens_of(20, 3, 1, width) if delta else None
+    weight, query = normal(21, width, dtype=torch.float32), 1 + normal(22, width, dtype=torch.float32)
+    scale = 1 + normal(23, width, dtype=torch.float32) if norm else None
+    total = live if pending is None else (live.double() + pending.double()).bfloat16()
+    truth = mix_reference([x.double() for x in (*bank, total)], (weight * query).double(), 1e-3)
+    truth = truth if scale is None else rms_norm_reference(truth, scale, 1e-4)
+    outs = []
+    for backwards in (False, True):
+        with force("cuda"), emulated(backwards):
+            outs.append(read(bank, live, pending, weight, 1e-3, scale, 1e-4, query))
+            last = [x[-1:] for x in (*bank, live)]
+            alone = read(
+                last[:-1], last[-1], None if pending is None else pending[-1:], weight, 1e-3, scale, 1e-4, query
+            )
+    close(outs[0][0], truth)
+    assert torch.equal(outs[0][1], total) and torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(alone[0], outs[0][0][-1:]), "depends on its company"
 
 
 def test_what_the_kernels_do_not_take_is_said() -> None:

@@ -104,7 +104,7 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows, stride
 
 
-def _floats(weight: Tensor | None) -> Tensor | None:
+def floats(weight: Tensor | None) -> Tensor | None:
     """A parameter as the kernels read it: float32, at a multiple of 16 bytes."""
     if weight is None:
         return None
@@ -143,8 +143,8 @@ def forward(
         query_D is not None,
     )
     run.launch(
-        (_programs(run, rows, first.device),), *views, *strides, *_rows(delta), given, _floats(score_weight_D),
-        _floats(query_D), _floats(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
+        (_programs(run, rows, first.device),), *views, *strides, *_rows(delta), given, floats(score_weight_D),
+        floats(query_D), floats(norm_weight_D), total, out, statistics, rows, eps, norm_eps,
     )  # fmt: skip
     return total, out, statistics
 
@@ -168,8 +168,8 @@ def backward(
     dnorm = torch.empty_like(dscore) if norm else None
     dgiven = torch.empty(rows, device=first.device) if given else None
     run.launch(
-        (programs,), *views, *strides, *gradients, *_rows(dout), *_rows(dtotal), statistics, _floats(score_weight_D),
-        _floats(norm_weight_D), dgiven, dscore, dnorm, rows, norm_eps,
+        (programs,), *views, *strides, *gradients, *_rows(dout), *_rows(dtotal), statistics, floats(score_weight_D),
+        floats(norm_weight_D), dgiven, dscore, dnorm, rows, norm_eps,
     )  # fmt: skip
     dscore_D = dscore.sum(0).to(score_weight_D.dtype)
     return dscore_D, None if dnorm is None else dnorm.sum(0).to(norm_weight_D.dtype), dgiven, gradients
