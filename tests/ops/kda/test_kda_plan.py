@@ -9,6 +9,7 @@ import torch
 
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.gpu import support
+from perilune.ops.kda.gpu.padded_plan import NEVER, Room
 from perilune.ops.kda.gpu.plan import CHUNK, LEAST_SEGMENT, fastest, plan
 
 CPU = torch.device("cpu")
@@ -81,3 +82,18 @@ def test_calls_that_the_kernels_do_not_take_say_why() -> None:
     ):
         reason = support.unsuitable(args)
         assert reason is not None and word in reason
+
+
+@pytest.mark.parametrize("target", [NEVER, 2])
+@pytest.mark.parametrize("offsets", [(0, 640), (0, 1, 2, 640), tuple(range(0, 641, 64)), (0, 300, 640)])
+def test_room_holds_any_documents_and_defines_every_chunk(offsets: tuple[int, ...], target: int) -> None:
+    room = Room(640, 10, target, 64)
+    p = room.plan(torch.from_numpy(room.filled(offsets)))
+    own = plan(offsets, target, 64, CPU)
+    assert torch.equal(p.chunks[: own.chunk_count], own.chunks) and not p.chunks[own.chunk_count :].any()
+    assert torch.equal(p.sequences[: len(own.sequences)], own.sequences)
+    seen = sorted(c for first, count, *_ in p.units.tolist() for c in range(first, first + count))
+    assert seen == list(range(room.chunks)), "each chunk is in one unit"
+    begins = [n for *_, n, _ in p.units.tolist() if n >= 0]
+    assert begins == list(range(10)) and p.split is (target == 2)
+    assert room.boundaries(offsets)[: len(offsets)] == offsets and len(room.boundaries(offsets)) == 11

@@ -1,0 +1,59 @@
+"""Tables with room for more sequences than there are: the same values and gradients, from poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_cases import IN_KERNEL, raw_inputs, relative_error
+from torch import Tensor
+
+from perilune.ops.choice import force
+from perilune.ops.cuda import emulated, emulator
+from perilune.ops.kda import chunk_kda
+from perilune.ops.kda.gpu.padded_plan import NEVER, Room
+from perilune.ops.kda.gpu.plan import Plan
+
+BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
+OFFSETS = (0, 20, 90)
+
+
+def values_and_gradients(
+    inputs: dict[str, Tensor], bounds: Tensor, plan: Plan | None, **options: object
+) -> dict[str, Tensor]:
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    with force("triton"):
+        o, _ = chunk_kda(**leaves, **options, cu_seqlens=bounds, plan=plan)
+        o.backward(torch.linspace(-1, 1, o.numel()).view(o.shape).to(o.dtype))
+    return {"o": o.detach()} | {name: x.grad for name, x in leaves.items()}
+
+
+def with_and_without(
+    room: Room, inputs: dict[str, Tensor], **options: object
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By tables with room for more, and by the sequences' own."""
+    plan = room.plan(torch.from_numpy(room.filled(OFFSETS)))
+    padded = values_and_gradients(inputs, torch.tensor(room.boundaries(OFFSETS)), plan, **options)
+    return padded, values_and_gradients(inputs, torch.tensor(OFFSETS), None, **options)
+
+
+def test_the_triton_kernels(poisoned_memory: None) -> None:
+    """Cut into segments of one chunk; `tests/gpu` has the other settings."""
+    inputs = raw_inputs(1, 90, 1, 1, 16, 16, sequences=2)
+    del inputs["initial_state"]
+    got, plain = with_and_without(Room(90, 3, 1, 16), {n: x.float() for n, x in inputs.items()}, **BOUNDED)
+    for name in plain:
+        assert relative_error(got[name].double(), plain[name].double()) < 1e-5, name
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_the_cuda_kernels(poisoned_memory: None) -> None:
+    inputs = raw_inputs(1, 90, 1, 1, 64, 64, sequences=2)
+    del inputs["initial_state"]
+    low = {n: x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x.float() for n, x in inputs.items()}
+    with emulated():
+        got, plain = with_and_without(Room(90, 3, NEVER, 64), low, **BOUNDED)
+    for name in plain:
+        if name in ("A_log", "dt_bias"):  # sums over more chunks, in another order
+            assert relative_error(got[name].double(), plain[name].double()) < 1e-6, name
+        else:
+            assert torch.equal(got[name], plain[name]), name
