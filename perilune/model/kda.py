@@ -66,29 +66,37 @@ class KDA(nn.Module):
             self.decay_logit(x_BTD), self.A_log[: self.kda.num_heads], self.dt_bias, self.kda.gate_lower_bound
         )
 
-    def output_gate(self, x_BTD: Tensor) -> Tensor:
-        """Gate logits `[B, T, H*V]`."""
-        return self.g_proj(x_BTD) if self.kda.output_gate_rank is None else self.g_b_proj(self.g_a_proj(x_BTD))
+    def _read(self, x: Tensor, first_of_decay: Linear) -> tuple[Tensor, ...]:
+        """What is projected from x at once: q, k and v, the decay's first factor, write logits, the output gate or its first
+        factor."""
+        gate_proj = self.g_proj if self.kda.output_gate_rank is None else self.g_a_proj
+        return linears(x, self.qkv_proj.weight, first_of_decay.weight, self.b_proj.weight, gate_proj.weight)
+
+    def _projections(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v `[B, T, X]`, decay logits `[B, T, H, K]`, write logits `[B, T, H]`, the output gate or its first factor."""
+        raw, decay, beta, gate = self._read(x_BTD, self.f_a_proj)
+        return raw, self.f_b_proj(decay).unflatten(-1, (self.kda.num_heads, self.kda.head_dim)), beta, gate
 
     def _memory(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        x_BTD: Tensor,
+        decay: Tensor,
+        beta: Tensor,
         state: RecurrentState | PagedRecurrent | None,
         segments: Segments | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self._chunk(
-            q, k, v, self.decay_logit(x_BTD), x_BTD, state, segments,
+            q, k, v, decay, beta, state, segments,
             use_gate_in_kernel=True, lower_bound=self.kda.gate_lower_bound, safe_gate=self.kda.gate_lower_bound is not None,
             A_log=self.A_log[: self.kda.num_heads], dt_bias=self.dt_bias,
         )  # fmt: skip
 
-    def _chunk(self, q, k, v, g, x_BTD, state, segments, **gate):
+    def _chunk(self, q, k, v, g, beta, state, segments, **gate):
         """Call the op on the rows as they are, or flattened with document boundaries: the outputs, and with a state the
         final memory and those at the state's marks."""
-        beta, initial, marked = self.b_proj(x_BTD), None if state is None else state.memory_BHVK, None
+        shape, initial, marked = beta.shape[:2], None if state is None else state.memory_BHVK, None
         gate |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True}
         packing = state.packing if isinstance(state, PagedRecurrent) else None
         if packing is not None:
@@ -113,12 +121,18 @@ class KDA(nn.Module):
                 **packed,
                 **gate,
             )
-        return out.view(*x_BTD.shape[:2], self.kda.num_heads, self.kda.value_dim), memory, marked
+        return out.view(*shape, self.kda.num_heads, self.kda.value_dim), memory, marked
 
     def _recur(
-        self, raw: Tensor, x_BTD: Tensor, state: RecurrentState | PagedRecurrent | None, segments: Segments | None
+        self,
+        raw: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: RecurrentState | PagedRecurrent | None,
+        segments: Segments | None,
     ) -> Tensor:
-        """Convolution and memory over raw projections `[B, T, X]`: the outputs `[B, T, H, V]`; `state` is updated in place."""
+        """Convolution and memory over raw projections `[B, T, X]`, decay and write logits `[B, T, H, ...]`: the outputs
+        `[B, T, H, V]`; `state` is updated in place."""
         kda, before = self.kda, None if state is None else state.window_BXW
         packing = state.packing if isinstance(state, PagedRecurrent) else None
         at_marks = None
@@ -131,7 +145,7 @@ class KDA(nn.Module):
         q, k, v = qkv.split((kda.key_width, kda.key_width, kda.value_width), dim=-1)
         q, k = (t.unflatten(-1, (kda.num_heads, kda.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (kda.num_heads, kda.value_dim))
-        out, memory, marked = self._memory(q, k, v, x_BTD, state, segments)
+        out, memory, marked = self._memory(q, k, v, decay, beta, state, segments)
         if state is not None:
             assert memory is not None, "a call with a state asks for the final memory"
             if marked is not None and len(marked):
@@ -153,19 +167,18 @@ class KDA(nn.Module):
         """Mix `[B, T, D]` along the sequence; `state` is updated in place. `past` is not used: there are no positions."""
         if state is not None and self.fused_decode and x_BTD.shape[1] == 1 and not torch.is_grad_enabled():
             return self._decode(x_BTD, state), state
-        raw = self.qkv_proj(x_BTD)
-        out = self._recur(raw, x_BTD, state, segments)
-        gate = self.output_gate(x_BTD).view_as(out)
+        raw, decay, beta, gate = self._projections(x_BTD)
+        if self.kda.output_gate_rank is not None:
+            gate = self.g_b_proj(gate)
+        out = self._recur(raw, decay, beta, state, segments)
+        gate = gate.view_as(out)
         return self.o_proj(gated_rms_norm(out, gate, self.o_norm, self.norm_eps).flatten(-2)), state
 
     def _decode(self, x_BTD: Tensor, state: RecurrentState | PagedRecurrent) -> Tensor:
         """One token: the projections of x together, then convolution, gate, recurrence, norm and output gate in one call."""
         kda = self.kda
-        gate_proj = self.g_proj if kda.output_gate_rank is None else self.g_a_proj
-        qkv, decay, beta, gate = linears(
-            x_BTD[:, 0], self.qkv_proj.weight, self.f_a_proj.weight, self.b_proj.weight, gate_proj.weight
-        )
-        logits = (self.f_b_proj(decay), self.A_log[: kda.num_heads], self.dt_bias, beta)
+        qkv, decay, beta, gate = self._read(x_BTD[:, 0], self.f_a_proj)
+        parameters = (self.A_log[: kda.num_heads], self.dt_bias, beta)
         gate = gate if kda.output_gate_rank is None else self.g_b_proj(gate)
         numbers = {
             "num_heads": kda.num_heads, "key_dim": kda.head_dim, "lower_bound": kda.gate_lower_bound,
@@ -177,15 +190,18 @@ class KDA(nn.Module):
                 qkv,
                 self.qkv_conv,
                 state.window_PHw,
-                *logits,
+                decay,
+                *parameters,
                 gate,
                 self.o_norm,
                 state.memory_PHVK,
                 state.page_B,
                 **numbers,
+                decay_up_OR=self.f_b_proj.weight,
             )
         if out is None:
             window, memory = state.window_BXW, state.memory_BHVK
+            logits = self.f_b_proj(decay), *parameters
             out = kda_decode_step(qkv, self.qkv_conv, window, *logits, gate, self.o_norm, memory, **numbers)
             state.window_BXW, state.memory_BHVK = window, memory  # changed in place; a paged state gave copies
         return self.o_proj(out)[:, None]
@@ -207,8 +223,15 @@ class GatedDeltaNet(KDA):
 
     def log_decay(self, x_BTD: Tensor) -> Tensor:
         """Log-decays g broadcast over the key channels, `[B, T, H, K]`."""
-        g = fused_kda_gate(self.decay_logit(x_BTD), self.A_log, self.dt_bias)
+        return self._spread(self.decay_logit(x_BTD))
+
+    def _spread(self, decay: Tensor) -> Tensor:
+        g = fused_kda_gate(decay, self.A_log, self.dt_bias)
         return g.expand(*g.shape[:-1], self.kda.head_dim)
 
-    def _memory(self, q, k, v, x_BTD, state, segments):
-        return self._chunk(q, k, v, self.log_decay(x_BTD), x_BTD, state, segments)
+    def _projections(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        raw, decay, beta, gate = self._read(x_BTD, self.a_proj)
+        return raw, decay[..., None], beta, gate
+
+    def _memory(self, q, k, v, decay, beta, state, segments):
+        return self._chunk(q, k, v, self._spread(decay), beta, state, segments)

@@ -13,6 +13,7 @@ from perilune.ops.kda.arguments import MAX_KEY_DIM
 from perilune.ops.kda.cuda import decode as cuda
 from perilune.ops.kda.decode import MAX_TAPS, TYPES, call_native, row_stride
 from perilune.ops.kda.decode import select as select_step
+from perilune.ops.linear import linear
 
 
 def select(qkv_BX: Tensor, window_PHw: Tensor, state_PHVK: Tensor) -> Choice:
@@ -50,6 +51,7 @@ def kda_decode_pages(
     lower_bound: float | None,
     scale: float,
     norm_eps: float,
+    decay_up_OR: Tensor | None = None,
 ) -> Tensor | None:
     """Advance every row by one token in its page; no gradient.
 
@@ -57,6 +59,7 @@ def kda_decode_pages(
         window_PHw: the pool, seen as windows `[pages, H, (2K+V)(W-1)]`: of each head q, k and v channels; IN PLACE.
         state_PHVK: the pool, seen as matrices `[pages, H, V, K]`; IN PLACE.
         page_B: int64, the page of each row; no two are the same.
+        decay_up_OR: `[H K, R]`; then `decay_logit_BHK` is `[B, R]`, and the logits are its product with this matrix.
         The others: see `kda_decode_step`.
 
     Returns:
@@ -65,6 +68,8 @@ def kda_decode_pages(
     choice = select(qkv_BX, window_PHw, state_PHVK).implementation
     if choice not in ("native", "cuda"):
         return None
+    if decay_up_OR is not None and not (choice == "cuda" and cuda.projects(decay_logit_BHK, decay_up_OR)):
+        decay_logit_BHK, decay_up_OR = linear(decay_logit_BHK, decay_up_OR), None
     logits = (decay_logit_BHK, beta_logit_BH, gate_BHV)
     parameters = (conv_weight_XW, A_log_H, dt_bias, norm_weight_V)
     dense = all(p is None or (p.dtype is torch.float32 and p.is_contiguous()) for p in parameters)
@@ -76,5 +81,5 @@ def kda_decode_pages(
     )  # fmt: skip
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     if choice == "cuda":
-        return cuda.decode_step(*tensors, page_B, *numbers, by_head=True)
+        return cuda.decode_step(*tensors, page_B, *numbers, by_head=True, decay_up=decay_up_OR)
     return call_native(*tensors, *numbers, page_B)

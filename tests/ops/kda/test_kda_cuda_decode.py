@@ -11,6 +11,7 @@ from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda.cuda import decode as cuda
 from perilune.ops.kda.decode import kda_decode_step, select
 from perilune.ops.kda.decode_pages import kda_decode_pages
+from perilune.ops.linear import linear
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
 
@@ -130,6 +131,34 @@ def test_states_in_pages_of_a_pool() -> None:
     after = args["window_BXW1"].flatten(1).split([heads * key_dim * taps] * 2 + [heads * value_dim * taps], 1)
     assert torch.equal(windows[page_B], torch.cat([part.unflatten(1, (heads, -1)) for part in after], -1))
     assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]]) and torch.equal(pool[:, [0, 2]], before[:, [0, 2]])
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((2, 2, 64, 64, 4), 64), ((1, 1, 128, 64, 4), 96)])
+@torch.no_grad()
+def test_the_decay_s_product_within_the_kernel_has_the_bits_of_the_one_before_it(shape: tuple, rank: int) -> None:
+    batch, heads, key_dim, value_dim, _ = shape
+    args, _ = arguments(shape)
+    generator = torch.Generator().manual_seed(1)
+    low = torch.randn(batch, rank + 8, generator=generator).bfloat16()[:, :rank]
+    up = (torch.randn(heads * key_dim, rank, generator=generator) / rank**0.5).bfloat16()
+    windows = args["window_BXW1"].flatten(1).unflatten(1, (heads, -1)).contiguous()  # some window
+    states = args["state_BHVK"].clone()
+    outs = []
+    for backwards in (False, True):
+        for inside in (True, False):
+            with force("cuda"), emulated(backwards):
+                assert cuda.projects(low, up)
+                decay = (low, {"decay_up_OR": up}) if inside else (linear(low, up), {})
+                names = ("A_log_H", "dt_bias", "beta_logit_BH", "gate_BHV", "norm_weight_V")
+                pools = windows.clone(), states.clone()
+                out = kda_decode_pages(
+                    args["qkv_BX"], args["conv_weight_XW"], pools[0], decay[0], *(args[name] for name in names), pools[1],
+                    torch.arange(batch), num_heads=heads, key_dim=key_dim, lower_bound=-5.0, scale=0.1, norm_eps=1e-5,
+                    **decay[1],
+                )  # fmt: skip
+                outs.append((out, *pools))
+    for other in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
 def test_nan_stays_in_its_row_and_head() -> None:

@@ -16,7 +16,9 @@
 // under way, which counts where a block has one pair only.
 //
 // Macros: GROUPS of rows, KEY_DIM, VALUE_DIM (64 or 128), TAPS (of the convolution, at least 2), BOUNDED, HAS_A, HAS_BIAS, INDEXED, LONG
-// (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first).
+// (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first), RANK (0, or a
+// multiple of 32: decay_logit is [rows, RANK], and its product with decay_up [heads K, RANK] the logits, rounded to bfloat16; the
+// same bits as by few_rows/cuda/project.cu).
 #include "device.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
@@ -81,15 +83,23 @@ template <int MOST> DEVICE void wait_for_all_but(int pending) {
     else if constexpr (MOST > 0) wait_for_all_but<MOST - 1>(pending);
 }
 
+// The decay's logits of 16 channels, by one warp: a product of depth RANK in steps of 32, two of them to a sum.
+constexpr int STEPS = RANK / 32, TILES = K / 16;
+struct Logits {
+    uint4 weights[STEPS ? STEPS : 1][2], tokens[STEPS ? STEPS : 1];
+    float bias[2];
+};
+
 // What a thread needs of a (sequence, head) besides the state.
 struct Inputs {
     i64 slot;
     bf16 newest[EACH], old[EACH][TAPS - 1], z, beta, gate[GROUPS];
     float taps[EACH][TAPS], bias, A, norm[GROUPS];
+    Logits logits;
 };
 
 KERNEL(THREADS, 1) decode(
-    const bf16* qkv, const float* conv_weight, bf16* window, const bf16* decay_logit, const float* A_log, const float* dt_bias,
+    const bf16* qkv, const float* conv_weight, bf16* window, const bf16* decay_logit, const bf16* decay_up, const float* A_log, const float* dt_bias,
     const bf16* beta_logit, const bf16* gate, const float* norm_weight, float* state, const slot_type* index, bf16* out,
     i64 qkv_stride, i64 decay_stride, i64 beta_stride, i64 gate_stride, i64 state_slot, i64 state_head, i64 window_slot,
     i64 window_head, i64 slots, int heads, int programs,
@@ -136,9 +146,24 @@ KERNEL(THREADS, 1) decode(
 #pragma unroll
             for (int t = 0; t < TAPS; t++) x.taps[e][t] = conv_weight[channel * TAPS + t];
         }
-        const int key = head * K + (thread < K ? thread : 0);
-        x.z = decay_logit[row * decay_stride + key];
-        x.bias = HAS_BIAS ? dt_bias[key] : 0.0f;
+        if (RANK) {
+            if (warp < TILES) {
+                const int key = head * K + 16 * warp + (lane >> 2);
+#pragma unroll
+                for (int h = 0; h < 2; h++) x.logits.bias[h] = HAS_BIAS ? dt_bias[key + 8 * h] : 0.0f;
+#pragma unroll
+                for (int s = 0; s < STEPS; s++) {
+                    const int column = 32 * s + 8 * (lane & 3);
+#pragma unroll
+                    for (int h = 0; h < 2; h++) x.logits.weights[s][h] = *(const uint4*)(decay_up + (i64)(key + 8 * h) * RANK + column);
+                    x.logits.tokens[s] = lane < 4 ? *(const uint4*)(decay_logit + row * decay_stride + column) : make_uint4(0, 0, 0, 0);
+                }
+            }
+        } else {
+            const int key = head * K + (thread < K ? thread : 0);
+            x.z = decay_logit[row * decay_stride + key];
+            x.bias = HAS_BIAS ? dt_bias[key] : 0.0f;
+        }
         x.A = HAS_A ? A_log[head] : 0.0f;
         x.beta = beta_logit[row * beta_stride + head];
 #pragma unroll
@@ -161,6 +186,7 @@ KERNEL(THREADS, 1) decode(
     };
 
     let_next_start();
+    if (RANK && warp < TILES) prefetch(decay_up + (i64)(blockIdx.x % heads * K + 16 * warp + lane / 2) * RANK + lane % 2 * (RANK / 2));
     wait_for_earlier();
     int program = blockIdx.x, stage = 0;
     Inputs next = gather(program);  // before the state: the first pair waits for them, and they would queue behind it
@@ -192,8 +218,28 @@ KERNEL(THREADS, 1) decode(
             }
             shared.mixed[c] = total * sigmoid(total);
         }
-        if (thread < K)
-            shared.alpha[thread] = decay(to_float(now.z) + now.bias, HAS_A ? exp2_fast(LOG2E * now.A) : 1.0f, lower_bound);
+        const float rate = HAS_A ? exp2_fast(LOG2E * now.A) : 1.0f;
+        if (RANK && warp < TILES) {
+            float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int s = 0; s < STEPS; s += 2) {
+                float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int i = s; i < STEPS && i < s + 2; i++) {
+                    const uint4 a = now.logits.weights[i][0], b = now.logits.weights[i][1], x = now.logits.tokens[i];
+                    const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
+                    multiply_add(d, low, x.x, x.y);
+                    multiply_add(d, high, x.z, x.w);
+                }
+                sums[0] += d[0], sums[2] += d[2];
+            }
+            if ((lane & 3) == 0)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    shared.alpha[16 * warp + (lane >> 2) + 8 * h] =
+                        decay(to_float(to_bf16(sums[2 * h])) + now.logits.bias[h], rate, lower_bound);
+        }
+        if (!RANK && thread < K) shared.alpha[thread] = decay(to_float(now.z) + now.bias, rate, lower_bound);
         const float beta = sigmoid(to_float(now.beta));
         sync_threads();
 

@@ -13,6 +13,8 @@ from perilune.ops.kda.arguments import L2_EPS
 from perilune.ops.triton.available import units
 
 DIMS = (64, 128)
+MOST_RANK = 128  # of a decay whose logits the kernel makes itself,
+MOST_ROWS = 32  # for so many rows at most: each reads the matrix again, if only from the L2 cache
 STAGES = 3  # states in shared memory: one that is computed, two under way
 GROUPS = 2  # in which the rows of a state arrive and leave
 
@@ -27,8 +29,9 @@ def kernel(
     bias: bool,
     index: torch.dtype | None,
     by_head: bool,
+    rank: int | None,
 ) -> Kernel:
-    """The kernel for these macros; see decode.cu."""
+    """The kernel for these macros; see decode.cu. rank: of a decay whose logits it makes itself."""
     flags = {
         "BOUNDED": bounded,
         "HAS_A": a,
@@ -41,10 +44,10 @@ def kernel(
     return Kernel(
         Path(__file__).parent / "decode.cu",
         "decode",
-        "P" * 12 + "q" * 9 + "i" * 2 + "f" * 4,
+        "P" * 13 + "q" * 9 + "i" * 2 + "f" * 4,
         threads=256,
         shared_bytes=4 * floats,
-        defines={"GROUPS": GROUPS, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps}
+        defines={"GROUPS": GROUPS, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps, "RANK": rank or 0}
         | {n: int(f) for n, f in flags.items()},
         early=True,
     )
@@ -71,14 +74,23 @@ def unsuitable(qkv: Tensor, window: Tensor, state: Tensor, taps: int) -> str | N
     return None
 
 
+def projects(decay_logit: Tensor, decay_up: Tensor) -> bool:
+    """Whether the kernel makes the decay's logits out of these rows and this matrix."""
+    rank = decay_up.shape[1]
+    aligned = not (decay_logit.data_ptr() % 16 or decay_logit.stride(0) % 8 or decay_up.data_ptr() % 16)
+    same = decay_up.dtype == decay_logit.dtype == torch.bfloat16 and decay_up.is_contiguous()
+    return same and aligned and rank % 32 == 0 and rank <= MOST_RANK and len(decay_logit) <= MOST_ROWS
+
+
 def decode_step(
     qkv: Tensor, conv_weight: Tensor, window: Tensor, decay_logit: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     beta_logit: Tensor, gate: Tensor, norm_weight: Tensor, state: Tensor, index: Tensor | None, heads: int, key_dim: int,
-    lower_bound: float | None, scale: float, norm_eps: float, *, by_head: bool = False,
+    lower_bound: float | None, scale: float, norm_eps: float, *, by_head: bool = False, decay_up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernel; arguments as `kda_decode_step`, in the layout that it has checked and `unsuitable` lets pass.
 
     by_head: window is `[slots, H, (2K+V)(W-1)]`, and window and state may be strided over slots and heads.
+    decay_up: see `kda_decode_pages`; `projects` has nothing to say against it.
     """
     batch, value_dim = qkv.shape[0], norm_weight.shape[0]
     out = torch.empty(batch, heads * value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -88,11 +100,11 @@ def decode_step(
     strides += [*state.stride()[:2], *window.stride()[:2]]
     run = kernel(
         key_dim, value_dim, conv_weight.shape[1], lower_bound is not None, A_log is not None, dt_bias is not None,
-        None if index is None else index.dtype, by_head,
+        None if index is None else index.dtype, by_head, None if decay_up is None else decay_up.shape[1],
     )  # fmt: skip
     programs = batch * heads
     run.launch(
-        (min(programs, units(qkv.device)),), qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, gate,
+        (min(programs, units(qkv.device)),), qkv, conv_weight, window, decay_logit, decay_up, A_log, dt_bias, beta_logit, gate,
         norm_weight, state, index, out, *strides, state.shape[0], heads, programs, scale, lower_bound or 0.0, norm_eps, L2_EPS,
     )  # fmt: skip
     return out
