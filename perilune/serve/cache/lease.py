@@ -61,7 +61,7 @@ class Lease:
 
 @dataclass(slots=True)
 class ChunkRecord:
-    """A chunk under way.
+    """A chunk under way that has something to settle.
 
     Attributes:
         lease: of its request.
@@ -85,12 +85,14 @@ class Step:
 
     Attributes:
         number: counts from 1.
-        records: its chunks.
+        records: its chunks, but for those in `plain`.
+        plain: requests of chunks of one token that end no unit: when such a chunk has finished there is nothing to do.
         closing: requests that were released while this was the last step that used them.
     """
 
     number: int
     records: list[ChunkRecord] = field(default_factory=list)
+    plain: list[Lease] = field(default_factory=list)
     closing: list[Lease] = field(default_factory=list)
 
 

@@ -168,7 +168,8 @@ class HybridCache:
 
         Args:
             step: its number.
-            kept: how many of a chunk's tokens stand, for requests whose drafts were rejected; the others are taken back.
+            kept: how many of a chunk's tokens stand, for requests whose drafts were rejected; the others are taken back, but
+                for the first one, which was no draft.
         """
         self._ledger.settle(step, kept or {}, failed=False)
 

@@ -57,14 +57,15 @@ class StepLedger:
             fresh = self.store.take_tokens(missing)
             lease.pages.extend(fresh)
             lease.held.update(fresh)
-        exports, found = (), ()
-        if end % shape.unit < tokens:  # a unit ends in it; most steps of decoding end in the unit in which they begin
+        exports, operations, first = (), lease.operations, not lease.last_step
+        if tokens > 1 or first or end % shape.unit == 0:
             exports, found = self._plan_exports(lease, start, end)
-        record = ChunkRecord(lease, start, end, exports, found, first=not lease.last_step)
-        self.under_way[-1].records.append(record)
-        operations, lease.operations = lease.operations, ()
+            self.under_way[-1].records.append(ChunkRecord(lease, start, end, exports, found, first))
+            lease.operations = ()
+        else:
+            self.under_way[-1].plain.append(lease)
         lease.scheduled, lease.last_step = end, step
-        return Chunk(request, step, start, end, lease.pages, lease.state, operations, record.exports)
+        return Chunk(request, step, start, end, lease.pages, lease.state, operations, exports)
 
     def _plan_exports(
         self, lease: Lease, start: int, end: int
@@ -73,7 +74,7 @@ class StepLedger:
         exports: list[ExportState] = []
         found: list[tuple[int, str]] = []
         unit, digests = self.geometry.unit, lease.chain.digests
-        if not self.geometry.groups or not lease.publishing:
+        if not self.geometry.groups or not lease.publishing or end // unit == start // unit:
             return (), ()
         points = self.retention.points(
             start, end, unit=unit, prompt=lease.prompt, turn_ends=lease.turn_ends, junction=lease.junction
@@ -97,10 +98,11 @@ class StepLedger:
         """End the oldest step: enter its results, or drop them, and close the requests that waited for its end."""
         assert self.under_way and self.under_way[0].number == number, f"step {number} is not the oldest one under way"
         step = self.under_way.popleft()
+        if failed:
+            for lease in (*step.plain, *(record.lease for record in step.records)):
+                lease.broken, lease.publishing = True, False
         for record in step.records:
             lease = record.lease
-            if failed:
-                lease.broken, lease.publishing = True, False
             end = record.end
             if lease.request in kept and not lease.released:
                 end = self._take_back(record, kept[lease.request], number)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from operator import attrgetter
 
 from perilune.serve.schedule.sequence import WAITING, Sequence
 
 PATIENCE = 64  # sequences that may overtake one that finds no pages
 
 
-def importance(sequence: Sequence) -> tuple[int, int]:
-    """Sorts what goes first to the front: by priority, then by arrival."""
-    return sequence.priority, sequence.order
+importance = attrgetter("importance")  # sorts what goes first to the front
 
 
 class Queues:

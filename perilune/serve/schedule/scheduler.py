@@ -101,6 +101,7 @@ class Scheduler:
         """Queue a new sequence; its followers are queued once its prompt is computed."""
         self._arrivals += 1
         sequence.order = self._arrivals
+        sequence.importance = sequence.priority, sequence.order
         sequence.kind = class_of(sequence.prompt, self.limits.classes)
         self.queues.push(sequence)
 
@@ -242,9 +243,10 @@ class Scheduler:
         end, known = chunk.end, len(sequence.ids)
         sequence.scheduled = end
         self._planned.add(sequence.name)
-        draws = end >= known
-        sequence.pending += draws
-        return Row(sequence, chunk, draws, end > known)
+        if end < known:
+            return Row(sequence, chunk, draws=False)
+        sequence.pending += 1
+        return Row(sequence, chunk, True, end > known)
 
     def _plan_prompts(self, step: int, budget: int) -> list[Row]:
         """Chunks of prompts: each class's own share, then what is left, the most important class first; classes with a cap
@@ -375,7 +377,7 @@ class Scheduler:
         self._take(plan)
         for row in plan.rows:
             sequence = row.sequence
-            if sequence.state != RUNNING or self.running.get(sequence.name) is not sequence:
+            if sequence.state != RUNNING:
                 continue
             sequence.computed = row.chunk.end
             if row.draws:

@@ -32,6 +32,7 @@ class Sequence:
         resume: tokens that its first admission skipped; None before it.
         known: tokens of the prompt whose pages were cached then.
         order: number of its arrival.
+        importance: sorts what goes first to the front: by priority, then by arrival.
         kind: index of its class.
         state: NEW until it is queued, WAITING, RUNNING or ENDED.
         preemptions: times that it had to start again.
@@ -40,7 +41,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "chain", "computed", "content", "extends_chain", "followers", "ids", "kind", "known", "longest", "name", "order",
+        "chain", "computed", "content", "extends_chain", "followers", "ids", "importance", "kind", "known", "longest", "name", "order",
         "pending", "preemptions", "priority", "prompt", "resume", "scheduled", "state", "turn_ends",
     )  # fmt: skip
 
@@ -62,6 +63,7 @@ class Sequence:
         self.extends_chain = extends_chain
         self.longest = maxsize if longest is None else longest
         self.scheduled = self.computed = self.pending = self.order = self.kind = self.preemptions = 0
+        self.importance = priority, 0
         self.resume: int | None = None
         self.known = 0
         self.state = NEW

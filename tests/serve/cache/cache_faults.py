@@ -35,8 +35,9 @@ def publish_at_schedule(patch):
 
     def extend(self, step, lease, tokens):
         chunk = real(self, step, lease, tokens)
-        if chunk is not None and lease.publishing:
-            record = self.under_way[-1].records[-1]
+        records = self.under_way[-1].records
+        if chunk is not None and lease.publishing and records and records[-1].lease is lease:
+            record = records[-1]
             self.publisher.commit(record, record.end)
             record.exports, record.found = (), ()
         return chunk
