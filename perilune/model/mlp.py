@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from perilune.config import ModelConfig
 from perilune.model.linear import Linear
+from perilune.ops.linear import linears
 from perilune.ops.moe import mlp_decode
 from perilune.ops.moe.decode import MAX_TOKENS
 from perilune.ops.situ_glu import situ_glu, swiglu
@@ -38,4 +39,4 @@ class GatedMLP(nn.Module):
             )  # fmt: skip
             if few is not None:
                 return few.view_as(x)
-        return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), self.cfg))
+        return self.down_proj(gated_unit(*linears(x, self.gate_proj.weight, self.up_proj.weight), self.cfg))

@@ -21,7 +21,7 @@ from torch import Tensor
 from perilune.ops.choice import Choice, forced
 from perilune.ops.few_rows import kernels as few_rows
 from perilune.ops.few_rows.cuda.project import MOST_MATRICES, project
-from perilune.ops.mixed_linear import mixed_linear, takes
+from perilune.ops.mixed_linear import mixed_linears, takes
 from perilune.ops.native import rows
 from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.norm import rms_norm
@@ -57,7 +57,7 @@ def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     if x.dtype is torch.bfloat16 and x.is_cpu and not multiplies_bf16():
         return F.linear(x.float(), weight_OI.float()).to(x.dtype)
     if takes(x, weight_OI):
-        return mixed_linear(x, weight_OI)
+        return mixed_linears(x, weight_OI)[0]
     return F.linear(x, weight_OI.to(x.dtype))
 
 
@@ -73,6 +73,8 @@ def linears(x: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
     if few and select(x, first).implementation == "native":
         if all(weight.dtype is torch.float32 and weight.is_contiguous() for weight in others):
             return _many_weights(x, weights_OI)
+    if all(takes(x, weight) for weight in weights_OI):
+        return mixed_linears(x, *weights_OI)
     return tuple(linear(x, weight) for weight in weights_OI)
 
 
