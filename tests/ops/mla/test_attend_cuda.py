@@ -27,8 +27,8 @@ WIDTHS = (
 CASES = [  # B, T, past, H, first tokens of documents, output in fp32
     (1, 200, 0, 1, (), True),
     (1, 130, 150, 1, (), True),  # the diagonal crosses tiles anywhere
-    (2, 150, 0, 2, (), False),
-    (1, 260, 0, 1, (1, 128, 192), True),
+    (2, 150, 0, 2, (128, 278), False),
+    (1, 260, 0, 1, (230,), True),  # of a group's queries some see a whole block of keys, and others nothing of it
     (2, 70, 0, 1, (5, 69, 70, 71), True),  # documents of one token; a row's border inside a tile
 ]
 
