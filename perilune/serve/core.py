@@ -9,22 +9,18 @@ step behind.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 
 from perilune.errors import PeriluneError
-from perilune.ops.native.build import release_threads
 from perilune.serve.answer import Answer
 from perilune.serve.cache import HybridCache
-from perilune.serve.engine import CacheEvent, EngineClosed, EngineFailed
+from perilune.serve.engine import CacheEvent, EngineFailed
+from perilune.serve.engine_thread import EngineThread
 from perilune.serve.flight import Flight, Stage
 from perilune.serve.job import LocalJob
 from perilune.serve.overlap import why_settled_first
@@ -36,10 +32,8 @@ from perilune.serve.schedule.sequence import ENDED
 from perilune.serve.staging import Stopwatch
 from perilune.serve.tiers import Tiers
 
-Result = TypeVar("Result")
 EVENTS = 4096  # admissions that are remembered
 LEASE_SECONDS = 3600.0  # that a session's prefixes are kept longer than others behind the pool
-IDLE_SECONDS = 0.002  # until a step is planned anew when nothing could be computed
 
 
 @dataclass(slots=True)
@@ -62,7 +56,7 @@ class Totals:
     waited_seconds: float = 0.0
 
 
-class EngineCore:
+class EngineCore(EngineThread):
     """Scheduler, cache and runner, and the thread that drives them.
 
     Args:
@@ -79,128 +73,36 @@ class EngineCore:
     def __init__(
         self, cache: HybridCache, scheduler: Scheduler, runner: ModelRunner, tiers: Tiers | None = None
     ) -> None:
+        super().__init__()
         self.cache, self.scheduler, self.runner, self.tiers = cache, scheduler, runner, tiers
         self.totals = Totals()
         self.jobs: dict[int, LocalJob] = {}
         self.events: deque[CacheEvent] = deque(maxlen=EVENTS)
         self._events_seen = 0
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._job_of: dict[str, LocalJob] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closed = self._paused = False
         self._flights: deque[Flight] = deque()
 
     # ---- from any thread
 
     def submit(self, job: LocalJob) -> None:
         """Take a job in. EngineClosed: nothing is taken in any more."""
-        self._post(lambda: self._begin(job))
+        self.post(lambda: self._begin(job))
 
     def abort(self, job: LocalJob) -> None:
         """Stop a job between two steps; its listener hears the end."""
-        if not self._closed:
-            self._post(lambda: self._abort(job))
+        if not self.closed:
+            self.post(lambda: self._abort(job))
 
     def position(self, job: LocalJob) -> int:
         """See `LocalJob.position`; as of some recent step."""
         return min((self.scheduler.queues.position(sequence) for sequence in job.prompts), default=0)
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the engine's thread while no step is under way; returns, or raises, what it does."""
-        if threading.current_thread() is self._thread:
-            return function()
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                self.settle()
-                answer.put((function(), None))
-            except BaseException as error:
-                answer.put((None, error))
-
-        self._post(run)
-        result, error = answer.get()
-        if error is not None:
-            raise error
-        return result
-
-    def pause(self) -> None:
-        """Finish the step under way and plan no more; requests are still taken in."""
-        self.call(lambda: setattr(self, "_paused", True))
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self.call(lambda: setattr(self, "_paused", False))
-
-    @property
-    def paused(self) -> bool:
-        """Whether `pause` holds."""
-        return self._paused
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more requests."""
-        return self._closed
-
-    def close(self, timeout: float | None = 10.0) -> None:
-        """Stop: jobs end with an error, the thread ends."""
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-        if thread is not None:
-            self._inbox.put(lambda: None)
-            if thread is not threading.current_thread():
-                thread.join(timeout)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise EngineClosed(
-                    "the engine is closed and takes no more requests; ask another server, or load the model again"
-                )
-            if self._thread is None:
-                release_threads()  # of the thread that loaded the model: from here on another one computes
-                self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
-                self._thread.start()
-            self._inbox.put(command)
-
     # ---- on the engine's thread
 
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            while not self._closed:
-                self._take_commands(wait=None if self._paused or self.scheduler.idle else 0.0)
-                if not self._closed and not self._paused and not self.scheduler.idle and not self.step():
-                    self._take_commands(wait=IDLE_SECONDS)
-        except BaseException as caught:  # a fault of the engine itself: nothing it holds can be trusted
-            error = caught
-            with self._lock:
-                self._closed = True
-        why = f"stopped by a fault: {error}" if error else "closed"
-        ended = EngineClosed(f"the engine was {why}; ask another server, or start this one again")
-        for job in list(self.jobs.values()):
-            job.end(ended)
-        self._flights.clear()  # nobody is left to hear of them
-        while not self._inbox.empty():  # whoever waits for a `call` gets its answer
-            self._inbox.get()()
-        for job in list(self.jobs.values()):
-            job.end(ended)
-        if error is not None:
-            raise error
-        if self.tiers is not None:
-            self.tiers.close()
-
-    def _take_commands(self, wait: float | None) -> None:
-        """Run all commands that are there; with none, wait for one for so many seconds (None = as long as it takes)."""
-        try:
-            command = self._inbox.get_nowait() if wait == 0.0 else self._inbox.get(timeout=wait)
-            while True:
-                command()
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return self.scheduler.idle
 
     def _begin(self, job: LocalJob) -> None:
         self.jobs[id(job)] = job
@@ -213,7 +115,7 @@ class EngineCore:
             if self.tiers is None:
                 self.scheduler.add(sequence)
             else:
-                self.tiers.prefetch(sequence.chain, partial(self._queue, job, sequence), self._inbox.put)
+                self.tiers.prefetch(sequence.chain, partial(self._queue, job, sequence), self.inbox.put)
 
     def _queue(self, job: LocalJob, sequence: Sequence) -> None:
         """What a sequence can skip is in the pool, as far as it can be."""
@@ -233,6 +135,17 @@ class EngineCore:
             self._job_of.pop(sequence.name, None)
         self.jobs.pop(id(job), None)
         job.end(error)
+
+    def end(self, error: BaseException) -> None:
+        """All jobs are over."""
+        self._flights.clear()  # nobody is left to hear of them
+        for job in list(self.jobs.values()):
+            job.end(error)
+
+    def ended(self) -> None:
+        """The thread ends, and not by a fault."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def step(self) -> bool:
         """Plan a step and launch it, and settle those before it; False if there is nothing to do now.

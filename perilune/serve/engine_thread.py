@@ -1,0 +1,143 @@
+"""A thread that owns what it works on: everybody else leaves commands, which it runs between two pieces of its work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from perilune.ops.native.build import release_threads
+from perilune.serve.engine import EngineClosed
+
+Result = TypeVar("Result")
+IDLE_SECONDS = 0.002  # until work is looked for anew when there was none
+
+
+class EngineThread(ABC):
+    """The thread, begun by the first command, and its inbox."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = self._paused = False
+
+    # ---- what it works on
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether there is nothing to do until the next command."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Do a piece of the work; False if nothing could be done now."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Bring what is under way to its end."""
+
+    @abstractmethod
+    def end(self, error: BaseException) -> None:
+        """Tell all who wait that nothing comes any more; may be called again."""
+
+    @abstractmethod
+    def ended(self) -> None:
+        """The thread ends, and not by a fault."""
+
+    # ---- from any thread
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run a command between two pieces of work. EngineClosed: nothing is taken in any more."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosed(
+                    "the engine is closed and takes no more requests; ask another server, or load the model again"
+                )
+            if self._thread is None:
+                release_threads()  # of the thread that loaded the model: from here on another one computes
+                self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
+                self._thread.start()
+            self.inbox.put(command)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the engine's thread while nothing is under way; returns, or raises, what it does."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                self.settle()
+                answer.put((function(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        self.post(run)
+        result, error = answer.get()
+        if error is not None:
+            raise error
+        return result
+
+    def pause(self) -> None:
+        """Finish what is under way and begin no more; commands are still taken in."""
+        self.call(lambda: setattr(self, "_paused", True))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.call(lambda: setattr(self, "_paused", False))
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` holds."""
+        return self._paused
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more commands."""
+        return self._closed
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Stop: whoever waits is told, the thread ends."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            self.inbox.put(lambda: None)
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not self._closed:
+                self._take_commands(wait=None if self._paused or self.idle else 0.0)
+                if not self._closed and not self._paused and not self.idle and not self.step():
+                    self._take_commands(wait=IDLE_SECONDS)
+        except BaseException as caught:  # a fault of the engine itself: nothing it holds can be trusted
+            error = caught
+            with self._lock:
+                self._closed = True
+        why = f"stopped by a fault: {error}" if error else "closed"
+        ended = EngineClosed(f"the engine was {why}; ask another server, or start this one again")
+        self.end(ended)
+        while not self.inbox.empty():  # whoever waits for a `call` gets its answer
+            self.inbox.get()()
+        self.end(ended)
+        if error is not None:
+            raise error
+        self.ended()
+
+    def _take_commands(self, wait: float | None) -> None:
+        """Run all commands that are there; with none, wait for one for so many seconds (None = as long as it takes)."""
+        try:
+            command = self.inbox.get_nowait() if wait == 0.0 else self.inbox.get(timeout=wait)
+            while True:
+                command()
+                command = self.inbox.get_nowait()
+        except queue.Empty:
+            return
