@@ -14,8 +14,9 @@ def pays_off(device: torch.device) -> bool:
     """Whether to run ahead on a device at all.
 
     On a GPU the host's work is done while the device works. On a CPU a pass computes on all cores in the thread that would
-    plan: nothing is hidden, and the row of an answer that has ended is work for nothing. Measured with `nano` on two
-    cores (`bench engine`, row `engine_overlap`).
+    plan: nothing is hidden, and the row of an answer that has ended is work for nothing. Measured with `nano`, processor
+    time a token: the same where lengths are known (0.314 and 0.317 ms in batches of 8), 7 % more where answers of a dozen
+    tokens end by a stop (0.381 and 0.407 ms).
     """
     return device.type == "cuda"
 
