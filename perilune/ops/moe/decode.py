@@ -33,7 +33,7 @@ LAUNCH_BYTES = 64e6
 MAX_MLP_TOKENS = 4  # of a gated MLP on a GPU: each token reads the matrices again, if only from the L2 cache
 
 
-_CUDA = Choice("cuda", "four launches, each chosen expert read once for all of its tokens")
+_CUDA = Choice("cuda", "three launches, each chosen expert read once for all of its tokens")
 
 
 def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
@@ -106,9 +106,10 @@ def moe_decode(
     implementation = select(z_NL, w1_EFL).implementation
     caps = (float(beta), linear_beta) if activation == "situ" else None
     if implementation == "cuda" and few_experts.why_not(w1_EFL, w3_EFL, w2_ELF, k) is None:
-        return few_experts.experts(
+        outputs = few_experts.experts(
             logits_NE, bias_E, z_NL, w1_EFL, w3_EFL, w2_ELF, k, caps, renormalize, scaling_factor
         )  # fmt: skip
+        return few_experts.combined(outputs)[0]
     if implementation == "native" and few:
         return native.moe_decode(
             logits_NE, bias_E, z_NL, w1_EFL, w3_EFL, w2_ELF, k, caps, renormalize, scaling_factor
@@ -227,10 +228,10 @@ def layer_decode(
     renormalize: bool = True,
     scaling_factor: float = 1.0,
 ) -> Tensor:
-    """A whole feed-forward layer with experts for a few tokens, without gradients, in six launches.
+    """A whole feed-forward layer with experts for a few tokens, without gradients, in four launches.
 
-    Latents, logits and the shared experts' hidden values are the first, routes, hidden values, outputs and their normalised sum the
-    next four, both ways back into the model's width the last. `layer_obstacle` has nothing to say against the operands.
+    Latents, logits and the shared experts' hidden values are the first, routes and hidden values the second, outputs the third,
+    their normalised sum and both ways back into the model's width the last; two more for many tokens. `layer_obstacle` has nothing to say against the operands.
 
     Returns:
         `[N, D]` in the tokens' dtype.
@@ -239,11 +240,11 @@ def layer_decode(
     unit = None if weights.shared is None else weights.shared[:2]
     z_NL, logits_NE, hidden_NS = mixture(x_ND, weights.down_LD, weights.router_ED, unit, caps)
     assert logits_NE is not None, "logits were asked for"
-    sum_NL = few_experts.experts(
-        logits_NE, weights.bias_E, x_ND if z_NL is None else z_NL, *weights.experts, k, caps, renormalize, scaling_factor,
-        weights.norm,
+    outputs = few_experts.experts(
+        logits_NE, weights.bias_E, x_ND if z_NL is None else z_NL, *weights.experts, k, caps, renormalize, scaling_factor
     )  # fmt: skip
     shared = None if hidden_NS is None or weights.shared is None else (hidden_NS, weights.shared[2])
     if weights.up_DL is not None:
-        return project(sum_NL, [weights.up_DL], second=shared)[0]
-    return sum_NL if shared is None else sum_NL + project(shared[0], [shared[1]])[0]
+        return few_experts.outward(outputs, weights.up_DL, weights.norm, shared)
+    sum_ND, _ = few_experts.combined(outputs)
+    return sum_ND if shared is None else sum_ND + project(shared[0], [shared[1]])[0]

@@ -12,7 +12,7 @@ from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.few_rows.cuda.mixture import mixture
 from perilune.ops.few_rows.cuda.project import project
-from perilune.ops.few_rows.experts import experts
+from perilune.ops.few_rows.experts import combined, experts
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.linear import select as select_linear
 from perilune.ops.mla.append import append_latents
@@ -146,7 +146,7 @@ def test_routes_with_ties_not_a_number_and_every_expert_of_a_token() -> None:
     logits = torch.tensor([[0.0] * 6, [1.0, 5.0, 5.0, 5.0, 5.0, -1.0], [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0]])
     bias[0] = -0.25
     with force("cuda"), emulated():
-        got = experts(logits, bias, z, w1, w3, w2, active, CAPS, True, 1.0)
+        got = combined(experts(logits, bias, z, w1, w3, w2, active, CAPS, True, 1.0))[0]
         chosen = [(1, 2, 3), (1, 2, 3), (5, 4, 3)]  # equal scores: the lower expert
         for row, picked in enumerate(chosen):
             scores = logits[row, list(picked)].double().sigmoid()
@@ -156,7 +156,7 @@ def test_routes_with_ties_not_a_number_and_every_expert_of_a_token() -> None:
             ]
             close(got[row], sum(s * y for s, y in zip(scores / scores.sum(), outs, strict=True)), 6e-3)
         logits[1, 2] = torch.nan
-        got = experts(logits, bias, z, w1, w3, w2, active, CAPS, True, 1.0)
+        got = combined(experts(logits, bias, z, w1, w3, w2, active, CAPS, True, 1.0))[0]
         assert got[1].isnan().all() and got[::2].isfinite().all()
 
 

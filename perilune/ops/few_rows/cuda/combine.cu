@@ -1,12 +1,14 @@
-// A token's experts together, choice after choice, and the RMSNorm of their sum: out = norm(sum_a p_a y_a).
+// A token's experts together, choice after choice: out = sum_a p_a y_a. With NORM times the weight of an RMSNorm, whose factor,
+// 1 / root mean square, goes beside it: outward.cu applies it, and adds squares in the same order.
 //
 // Macros: WIDTH (numbers of a token, a multiple of 4, at most 4096), ACTIVE, THREADS, NORM.
 #include "device.h"
+#include "squares.h"
 
 constexpr int WARPS = THREADS / 32;
 
 KERNEL(THREADS, 1) combine(
-    const float* y, const float* weight, const int* pair, const float* __restrict__ norm, bf16* out, float eps) {
+    const float* y, const float* weight, const int* pair, const float* __restrict__ norm, bf16* out, float* factor, float eps) {
     SHARED(memory);
     float* const squares = (float*)memory;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, column = 4 * thread;
@@ -24,18 +26,19 @@ KERNEL(THREADS, 1) combine(
         }
     }
     if (NORM) {
-        float square = sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
+        float square = four_squares(sum.x, sum.y, sum.z, sum.w);
 #pragma unroll
-        for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
+        for (int mask = 1; mask < 32; mask *= 2) square += shuffle_xor(square, mask);
         if (lane == 0) squares[warp] = square;
         sync_threads();
-        float all = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) all += squares[w];
-        const float unit = rsqrt_fast(all * (1.0f / WIDTH) + eps);
+        if (thread == 0) {
+            float all = 0.0f;
+            for (int w = 0; w < WARPS; w++) all += squares[w];
+            factor[token] = rsqrt_fast(all * (1.0f / WIDTH) + eps);
+        }
         if (inside) {
             const float4 scale = *(const float4*)(norm + column);
-            sum = make_float4(sum.x * unit * scale.x, sum.y * unit * scale.y, sum.z * unit * scale.z, sum.w * unit * scale.w);
+            sum = make_float4(sum.x * scale.x, sum.y * scale.y, sum.z * scale.z, sum.w * scale.w);
         }
     }
     if (inside) *(uint2*)(out + token * WIDTH + column) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));

@@ -14,6 +14,6 @@ def kernel(width: int, active: int, norm: bool) -> Kernel:
     """The kernel for tokens of `width` numbers, with or without the norm."""
     threads = 32 * blocks(width // 4, 32)
     return Kernel(
-        Path(__file__).parent / "combine.cu", "combine", "PPPPPf", threads=threads, shared_bytes=128,
+        Path(__file__).parent / "combine.cu", "combine", "PPPPPPf", threads=threads, shared_bytes=128,
         defines={"WIDTH": width, "ACTIVE": active, "THREADS": threads, "NORM": int(norm)}, early=True,
     )  # fmt: skip

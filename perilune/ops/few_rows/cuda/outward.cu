@@ -1,0 +1,102 @@
+// The ways out of a layer with experts back into the model's width, in one sum: out = W_up norm(sum_a p_a y_a) + W_down h.
+//
+// The norm's factor of a token is applied to the finished sum of the first product, so nothing waits for it. Of up to eight tokens
+// every block adds up the experts' outputs itself (PAIRS); of more, combine.cu has done it. Squares are added in one order in both
+// files: four numbers in a row, then a binary tree over 128 columns, then 128 columns after the other.
+//
+// Macros: WIDTH (columns of W_up, a multiple of 32), SECOND (of W_down, or 0), ACTIVE (experts of a token), TOKEN_TILES (of 8
+// tokens), ROW_TILES (of 16 rows), PAIRS, NORM.
+#include "rows.h"
+#include "squares.h"
+
+constexpr int NT = TOKEN_TILES, RT = ROW_TILES, STEPS = WIDTH / STEP, STEP_PAIRS = (STEPS + 1) / 2;
+constexpr int SUMS = WARPS * RT * NT * 128;
+
+// y [pairs, WIDTH], weight and pair [tokens, ACTIVE]; or x [tokens, WIDTH] with the tokens' factors.
+KERNEL(THREADS, 2) outward(
+    const bf16* up, const bf16* down, const float* y, const float* weight, const int* pair, const bf16* x, const float* factor,
+    const float* __restrict__ norm, const bf16* h, bf16* out, int tokens, int rows, float eps) {
+    SHARED(memory);
+    float* const sums = (float*)memory;                         // of every warp: of the first product, then of the second
+    float* const squares = sums + (SECOND ? 2 : 1) * SUMS;      // [STEP_PAIRS][8], of 64 columns
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * RT;
+    let_next_start();
+    Matrices<RT, STEPS> left;
+#pragma unroll
+    for (int r = 0; r < RT; r++) left.tile(r, up, WIDTH, first + ROWS * r, rows, lane);
+    left.begin(warp);
+#if SECOND
+    Matrices<RT, SECOND / STEP> left2;
+#pragma unroll
+    for (int r = 0; r < RT; r++) left2.tile(r, down, SECOND, first + ROWS * r, rows, lane);
+    left2.begin(warp);
+#endif
+    wait_for_earlier();
+
+    float p[ACTIVE];
+    const float* outputs[ACTIVE];
+    if (PAIRS) {
+        const int token = lane >> 2;
+#pragma unroll
+        for (int a = 0; a < ACTIVE; a++) {
+            p[a] = token < tokens ? weight[token * ACTIVE + a] : 0.0f;
+            outputs[a] = y + (token < tokens ? (i64)pair[token * ACTIVE + a] * WIDTH : 0) + 8 * (lane & 3);
+        }
+    }
+    float d[RT][NT][4];
+    clear(d);
+    left.multiply(d, NT, warp, [&](int t, int step) {
+        const int token = 8 * t + (lane >> 2), column = STEP * step + 8 * (lane & 3);
+        if (!PAIRS) return token < tokens ? *(const uint4*)(x + (i64)token * WIDTH + column) : zeros();
+        float s[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) s[e] = 0.0f;
+        if (token < tokens) {
+#pragma unroll
+            for (int a = 0; a < ACTIVE; a++) {
+                const float4 v = *(const float4*)(outputs[a] + STEP * step), w = *(const float4*)(outputs[a] + STEP * step + 4);
+                s[0] = fmaf(p[a], v.x, s[0]), s[1] = fmaf(p[a], v.y, s[1]), s[2] = fmaf(p[a], v.z, s[2]), s[3] = fmaf(p[a], v.w, s[3]);
+                s[4] = fmaf(p[a], w.x, s[4]), s[5] = fmaf(p[a], w.y, s[5]), s[6] = fmaf(p[a], w.z, s[6]), s[7] = fmaf(p[a], w.w, s[7]);
+            }
+        }
+        if (NORM) {
+            float square = four_squares(s[0], s[1], s[2], s[3]) + four_squares(s[4], s[5], s[6], s[7]);
+            square += shuffle_xor(square, 1);
+            square += shuffle_xor(square, 2);
+            float* const place = squares + step / 2 * 8 + (lane >> 2);
+            if ((lane & 3) == 0) *place = step & 1 ? *place + square : square;
+            const float4 a = *(const float4*)(norm + column), b = *(const float4*)(norm + column + 4);
+            const float scale[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int e = 0; e < 8; e++) s[e] *= scale[e];
+        }
+        return narrow(s);
+    });
+    leave(sums, d, warp, lane);
+#if SECOND
+    clear(d);
+    left2.multiply(d, NT, warp, [&](int t, int step) {
+        const int token = 8 * t + (lane >> 2);
+        return token < tokens ? *(const uint4*)(h + (i64)token * SECOND + STEP * step + 8 * (lane & 3)) : zeros();
+    });
+    leave(sums + SUMS, d, warp, lane);
+#endif
+    sync_threads();
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+        for (int place = thread; place < 128 * NT; place += THREADS) {
+            const int row = first + ROWS * r + row_at(place), token = token_at(place);
+            if (row >= rows || token >= tokens) continue;
+            float unit = 1.0f;
+            if (NORM && PAIRS) {
+                float all = 0.0f;
+#pragma unroll
+                for (int j = 0; j < STEP_PAIRS; j += 2)
+                    all += squares[8 * j + token] + (j + 1 < STEP_PAIRS ? squares[8 * (j + 1) + token] : 0.0f);
+                unit = rsqrt_fast(all * (1.0f / WIDTH) + eps);
+            } else if (NORM) unit = factor[token];
+            float sum = unit * sum_of<RT, NT>(sums, r, place);
+            if (SECOND) sum += sum_of<RT, NT>(sums + SUMS, r, place);
+            out[(i64)token * rows + row] = to_bf16(sum);
+        }
+}

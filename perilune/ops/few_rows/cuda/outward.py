@@ -1,0 +1,31 @@
+"""The ways out of a layer with experts as one launch; see outward.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from perilune.ops.cuda import Kernel
+from perilune.ops.few_rows.kernels import STEP, TILE_TOKENS, WARPS, sum_bytes
+from perilune.ops.triton.sizes import blocks
+
+PAIR_TILES = 1  # tiles of tokens of which every block adds up the experts' outputs
+
+
+@cache
+def kernel(width: int, second: int, active: int, tiles: int, norm: bool) -> Kernel:
+    """The kernel for these macros."""
+    row_tiles = 1 if tiles == 1 else 2
+    squares = 4 * blocks(width // STEP, 2) * TILE_TOKENS
+    return Kernel(
+        Path(__file__).parent / "outward.cu",
+        "outward",
+        "P" * 10 + "iif",
+        threads=32 * WARPS,
+        shared_bytes=(2 if second else 1) * sum_bytes(row_tiles, tiles) + squares,
+        defines={
+            "WIDTH": width, "SECOND": second, "ACTIVE": active, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
+            "PAIRS": int(tiles <= PAIR_TILES), "NORM": int(norm),
+        },
+        early=True,
+    )  # fmt: skip
