@@ -11,6 +11,7 @@
 
 constexpr int NT = TOKEN_TILES, RT = ROW_TILES, STEPS = WIDTH / STEP, STEP_PAIRS = (STEPS + 1) / 2;
 constexpr int SUMS = WARPS * RT * NT * 128;
+constexpr bool BOTH = RT * (turns(STEPS) + turns(SECOND / STEP)) <= 8;  // both matrices' first steps fit the registers
 
 // y [pairs, WIDTH], weight and pair [tokens, ACTIVE]; or x [tokens, WIDTH] with the tokens' factors.
 KERNEL(THREADS, 2) outward(
@@ -29,7 +30,7 @@ KERNEL(THREADS, 2) outward(
     Matrices<RT, SECOND / STEP> left2;
 #pragma unroll
     for (int r = 0; r < RT; r++) left2.tile(r, down, SECOND, first + ROWS * r, rows, lane);
-    left2.begin(warp);
+    if (BOTH) left2.begin(warp);
 #endif
     wait_for_earlier();
 
@@ -74,6 +75,7 @@ KERNEL(THREADS, 2) outward(
     });
     leave(sums, d, warp, lane);
 #if SECOND
+    if (!BOTH) left2.begin(warp);
     clear(d);
     left2.multiply(d, NT, warp, [&](int t, int step) {
         const int token = 8 * t + (lane >> 2);
