@@ -20,10 +20,11 @@ from perilune.serve.engine import EngineFailed, JobEnd
 from perilune.serve.filters import SHORTLISTS, top_p_cutoff
 from perilune.serve.request import SamplingParams, Structured
 from perilune.serve.runner.inputs import DecodeInputs
-from perilune.serve.schedule import Scheduler
+from perilune.serve.schedule import Scheduler, ServiceClass
 from perilune.serve.settings import EngineSettings
 
 PROMPTS = [list(b"def f(x):\n"), list(b"a"), list(b"import os, sys\nprint("), list(b"while True:"), list(b"q" * 17)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
 def settings(overlap: bool = True, **others) -> EngineSettings:
@@ -44,14 +45,13 @@ def synchronous(deterministic: bool = False):
 @functools.cache
 def requests() -> list[tuple[list[int], SamplingParams, int]]:
     """Answers that end in every way, and are drawn in every way; (prompt, params, choices)."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=9)
     ((answer,),) = finish(synchronous(), [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=20), 1)])
     text, ids, *_ = answer
     return [
         (PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, stop_ids=(ids[6],)), 1),
         (PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, stop=(text[4:6],), logprobs=2), 1),
         (PROMPTS[1], SamplingParams(seed=3, temperature=2.0, max_tokens=12, top_p=0.9, logprobs=0), 3),
-        (PROMPTS[2], greedy, 2),
+        (PROMPTS[2], GREEDY, 2),
         (PROMPTS[3], SamplingParams(seed=5, temperature=1.5, max_tokens=14, frequency_penalty=1.5, top_k=9), 1),
         (PROMPTS[4], SamplingParams(temperature=0.0, max_tokens=11, repetition_penalty=1.9, min_tokens=4), 1),
         (PROMPTS[4], SamplingParams(seed=1, max_tokens=40, logit_bias=((ids[0], 9.0), (65, 9.0)), stop_ids=(65,)), 3),
@@ -158,6 +158,25 @@ def test_grammars_are_asked_one_token_at_a_time(awaited):
     asked = [(PROMPTS[0], params, 1), (PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=40), 1)]
     assert finish(engine_of(), asked) == finish(synchronous(), asked)
     assert awaited and all(row.sequence.content.constraint is None for row in awaited)
+
+
+def test_pieces_of_long_prompts_run_ahead_unless_short_ones_come(monkeypatch):
+    """Who comes while a step with prompts is under way waits for that one only."""
+    classes = (ServiceClass(name="short", up_to=16), ServiceClass(name="long", up_to=2**62, cap=0.9))
+    engine = engine_of(chunk=16, step_tokens=16, classes=classes)
+    run, behind = engine.core.runner.run, []
+
+    def watched(plan, stage):
+        behind.append(bool(engine.core._flights) and bool(plan.prefill))
+        return run(plan, stage)
+
+    monkeypatch.setattr(engine.core.runner, "run", watched)
+    long, short = (list(range(200)), GREEDY, 1), ([1, 2, 3], GREEDY, 1)
+    (alone,) = finish(engine, [long])
+    assert sum(behind) == 12, "each of thirteen pieces but the first is launched behind another"
+    engine.admin.reset_prefix_cache()
+    behind.clear()
+    assert finish(engine, [short, long])[1] == alone and not any(behind)
 
 
 def test_stopping_with_steps_under_way_leaves_all_pages_behind():
