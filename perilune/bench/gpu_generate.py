@@ -95,7 +95,7 @@ def _replay_ms(engine: LocalEngine, batch: int) -> float:
 
 def _host_ms(before: Totals, after: Totals) -> float:
     """Milliseconds of a step that the engine's thread was at work for, not waiting."""
-    busy = [t.scheduler_seconds + t.step_seconds - t.waited_seconds for t in (before, after)]
+    busy = [t.scheduler_seconds + t.step_seconds - t.wait_seconds for t in (before, after)]
     return 1e3 * (busy[1] - busy[0]) / (after.steps - before.steps)
 
 

@@ -224,6 +224,8 @@ def metrics(core: EngineCore) -> EngineMetrics:
             checkpoints_evicted_total=counters.checkpoints_evicted,
             scheduler_seconds_total=totals.scheduler_seconds,
             step_seconds_total=totals.step_seconds,
+            wait_seconds_total=totals.wait_seconds,
+            overlapped_steps_total=totals.overlapped,
             tiers=core.tiers.metrics() if core.tiers is not None else {},
         )
 

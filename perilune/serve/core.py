@@ -41,19 +41,20 @@ class Totals:
     """Counts since the engine was made.
 
     Attributes:
-        steps: that ran.
+        steps: that ran; overlapped: that were launched behind another one under way.
         generated: tokens drawn; not those that were dropped because their answers had ended.
         failed: steps that raised.
         scheduler_seconds: planning and settling; step_seconds: running, drawing and telling.
-        waited_seconds: of the latter, for the device.
+        wait_seconds: of the latter, for the device.
     """
 
     steps: int = 0
+    overlapped: int = 0
     generated: int = 0
     failed: int = 0
     scheduler_seconds: float = 0.0
     step_seconds: float = 0.0
-    waited_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 class EngineCore(EngineThread):
@@ -186,6 +187,7 @@ class EngineCore(EngineThread):
                 self._launch_stage(flight)
         except Exception as error:
             flight.error = error
+        self.totals.overlapped += bool(self._flights)
         self.totals.step_seconds += time.perf_counter() - planned
         return flight
 
@@ -213,7 +215,7 @@ class EngineCore(EngineThread):
                 since = time.perf_counter()
                 some, seconds = flight.stages[stage].read()
                 now = time.perf_counter()
-                totals.waited_seconds += now - since
+                totals.wait_seconds += now - since
                 self.scheduler.took(plan, stage, seconds)
                 told += self._tell(plan, some, now)
                 drawn |= {name: one.token_id for name, one in some.items()}

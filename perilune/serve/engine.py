@@ -78,6 +78,8 @@ class EngineMetrics:
         page_bytes: of each.
         checkpoints_created_total, checkpoints_used_total, checkpoints_evicted_total: by the reason they were taken.
         scheduler_seconds_total, step_seconds_total: planning and settling; running, drawing and telling.
+        wait_seconds_total: of the latter, waiting for the device.
+        overlapped_steps_total: steps that were launched behind another one under way.
         tiers: counts of the host and disk tiers, empty without them.
     """
 
@@ -103,6 +105,8 @@ class EngineMetrics:
     checkpoints_evicted_total: dict[str, int]
     scheduler_seconds_total: float
     step_seconds_total: float
+    wait_seconds_total: float = 0.0
+    overlapped_steps_total: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
 
 

@@ -115,6 +115,8 @@ def test_answers_are_those_of_the_synchronous_order(awaited, deterministic):
     assert len(awaited) > 60
     counts, tokens = engine.metrics(), sum(len(ids) for job in expected for _, ids, *_ in job)
     assert counts.generated_tokens_total == 2 * tokens and counts.pages_used == 0
+    assert 0 < counts.overlapped_steps_total < counts.steps_total
+    assert synchronous(deterministic).metrics().overlapped_steps_total == 0
     assert engine.admin.check_invariants() == []
     for job in expected:
         for _, ids, _, _, told, completed in job:
