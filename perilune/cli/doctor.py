@@ -48,7 +48,7 @@ def run(args: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything the verb tells: environment, cpu, memory, disk, devices, extras, native kernels, ops, advice."""
+    """Everything the verb tells: environment, cpu, memory, disk, devices, extras, native kernels, ops, training steps, advice."""
     facts: dict[str, Any] = {
         "environment": _environment(),
         "cpu": _cpu(),
@@ -58,9 +58,20 @@ def examine() -> dict[str, Any]:
         "extras": _extras(),
         "native": _native(),
         "ops": op_choices(),
+        "training_steps": _training_steps(),
     }
     facts["advice"] = _advice(facts)
     return facts
+
+
+def _training_steps() -> list[dict[str, str]]:
+    """For each device: how the steps of a training run are launched, and why."""
+    import torch
+
+    from perilune.train.recorded import how
+
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [{"device": device, "how": how(torch.device(device))} for device in devices]
 
 
 def _environment() -> dict[str, Any]:
@@ -306,6 +317,8 @@ def _print(facts: dict[str, Any], *, ops: bool) -> None:
             listing.add_row(row["op"], row["device"], row["dtype"], row["implementation"], row["reason"])
         console.print()
         console.print(listing)
+        for row in facts["training_steps"]:
+            console.print(f"training steps on {row['device']}: {row['how']}", highlight=False)
     else:
         counts: dict[str, int] = {}
         for row in facts["ops"]:

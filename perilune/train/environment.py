@@ -14,8 +14,11 @@ from perilune import __version__
 from perilune.train.precision import Precision
 
 
-def describe(device: torch.device, precision: Precision, threads: int, peak: float) -> dict[str, Any]:
-    """Versions, machine, device, dtype with its reason, threads, measured matrix-product peak in FLOP/s."""
+def describe(
+    device: torch.device, precision: Precision, threads: int, peak: float, why_not_recorded: str | None
+) -> dict[str, Any]:
+    """Versions, machine, device, dtype with its reason, threads, measured matrix-product peak in FLOP/s, and whether the
+    training steps are recorded as CUDA graphs (None = no reason against it) or why not."""
     return {
         "perilune": __version__,
         "python": platform.python_version(),
@@ -29,6 +32,7 @@ def describe(device: torch.device, precision: Precision, threads: int, peak: flo
         "precision": str(precision.dtype).removeprefix("torch."),
         "precision_reason": precision.reason,
         "matmul_peak_flops": peak,
+        "cuda_graphs": why_not_recorded or "training steps are recorded",
         "ops": os.environ.get("PERILUNE_OPS", "each op chooses; see `perilune doctor --ops`"),
     }
 

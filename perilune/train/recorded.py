@@ -36,6 +36,13 @@ ON_DEVICE = (QuantileHistogram, SignBias, NoBalance)  # balancers that ask the h
 Forms = tuple[Form, frozenset[Form]]  # of the first micro-batch, and of the others
 
 
+def how(device: torch.device) -> str:
+    """How the training steps of a model on `device` are launched, as far as the device decides it; see `why_not`."""
+    if device.type != "cuda":
+        return f"kernel by kernel: CUDA graphs are recorded on CUDA devices, not on {device.type}"
+    return "recorded as CUDA graphs, unless an operation of the model asks the host; the run's log says so then"
+
+
 def why_not(model: Transformer) -> str | None:
     """Why the training steps of a model cannot be recorded; None if nothing is known that would prevent it."""
     reason = obstacle(model)

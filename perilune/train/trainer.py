@@ -180,7 +180,8 @@ class Trainer:
                     _withdraw(run)
                 raise
             run.write_json(
-                "environment.json", describe(trainer.device, trainer.precision, trainer.threads, trainer.peak)
+                "environment.json",
+                describe(trainer.device, trainer.precision, trainer.threads, trainer.peak, trainer.steps.reason),
             )
             if resume:
                 restore(trainer)
