@@ -3,6 +3,9 @@
 Short prompts arrive at random moments, also in the middle of a step, and are seen at its end, as in a served engine. Among
 long ones there are always two of these, the next one coming when one has its first token. Conditions take turns, so that a
 neighbour on the machine slows all of them.
+
+What the long ones pay stands in `extra`: `long_price` is how much longer they take than without budgets, the short ones coming
+all the same.
 """
 
 from __future__ import annotations
@@ -37,6 +40,16 @@ class _Condition:
         self._long: list[Sequence] = []
         self._seeds = iter(range(1, 1 << 30))
         self._rng = random.Random(0)
+        self._ended = 0  # tokens of long prompts that have been answered
+        self._ran = self._seconds = 0.0
+
+    @property
+    def long_rate(self) -> float:
+        """Tokens of long prompts in a second."""
+        return self._ran / self._seconds
+
+    def _computed(self) -> int:
+        return self._ended + sum(sequence.computed for sequence in self._long)
 
     def _prompt(self, tokens: int) -> list[int]:
         return random_ids(self.model, tokens, next(self._seeds))
@@ -52,6 +65,7 @@ class _Condition:
     def run(self, count: int, gap: float) -> None:
         """So many short prompts, at random times with this mean between them."""
         driver, due = self.driver, time.perf_counter()
+        began, before = due, self._computed()
         arrivals = []
         for _ in range(count):
             due += self._rng.expovariate(1 / gap)
@@ -74,7 +88,10 @@ class _Condition:
                 driver.end(sequence)
             for sequence in [sequence for sequence in self._long if sequence.drawn]:
                 self._long.remove(sequence)
+                self._ended += sequence.computed
                 driver.end(sequence)
+        self._seconds += time.perf_counter() - began
+        self._ran += self._computed() - before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +125,13 @@ class Waits:
             for label, condition in conditions.items():
                 condition.run(EACH if label != "one_queue" else EACH // 5, gap)
         ours, theirs = conditions["budgets"].waits, idle.waits
+        price = conditions["one_queue"].long_rate / conditions["budgets"].long_rate
         p99, idle_p99 = (float(np.percentile(waits, 99)) for waits in (ours, theirs))
         return Row(
             name=self.name, shape=self.shape, ours_ms=p99, peer="the same, no long prompts", peer_ms=idle_p99,
             ratio=idle_p99 / p99, bound_ms=None, device=device_name(device), versions=versions(), commit=commit(),
             ours_spread_ms=(min(ours), max(ours)), peer_spread_ms=(min(theirs), max(theirs)), samples=len(ours),
-            extra=dict(_percentiles(conditions)) | {"target_ratio": self.goal},
+            extra=dict(_percentiles(conditions)) | {"target_ratio": self.goal, "long_price": price},
         )  # fmt: skip
 
 

@@ -53,6 +53,10 @@ Cache
   --host-cache N         bytes of the host's memory for what the cache gives up (default 0)
   --disk-cache DIR       folder for what does not fit there either; the next server finds it again
   --disk-cache-bytes N   most bytes in it (default 17179869184)
+
+Speed
+  --patience X           how long a short prompt may wait for a piece of a long one, in times of its own step: more makes
+                         long prompts faster while short ones come (default 1.75)
   --deterministic        an answer does not depend on what else is being answered, bit by bit
 """
 
@@ -73,6 +77,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--disk-cache-bytes", type=int, default=2**34)
     parser.add_argument("--help-all", action="store_true")
     parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--patience", type=float, default=1.75)
     parser.add_argument("--deterministic", action="store_true")
     add_server_flags(parser)
     flags = parser.parse_args(args)
@@ -98,7 +103,7 @@ def run(args: list[str]) -> int:
     settings = EngineSettings(
         cache_bytes=flags.cache_bytes, prefix_cache=not flags.no_prefix_cache, retention=flags.retention,
         sequences=flags.max_running, deterministic=flags.deterministic, host_bytes=flags.host_cache,
-        disk=flags.disk_cache, disk_bytes=flags.disk_cache_bytes,
+        disk=flags.disk_cache, disk_bytes=flags.disk_cache_bytes, patience=flags.patience,
     )  # fmt: skip
     with contextlib.closing(parser.engine(flags, context_length=flags.context, settings=settings)) as engine:
         return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)

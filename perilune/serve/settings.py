@@ -9,6 +9,7 @@ from pathlib import Path
 from perilune.errors import ConfigError
 from perilune.serve.cache import CacheGeometry, Retention
 from perilune.serve.schedule import Limits, ServiceClass, service_classes
+from perilune.serve.schedule.pace import PATIENCE
 
 log = logging.getLogger(__name__)
 STEP_TOKENS = {
@@ -34,6 +35,8 @@ class EngineSettings:
             4096 on a GPU.
         chunk: most tokens of one prompt in a step; None = `step_tokens`.
         classes: budgets by prompt length; None = three for the context, () = none: one queue for all.
+        patience: how long short prompts may have to wait for a piece of a longer one, in times of their own step: more of it
+            makes long prompts faster while short ones come, see `schedule.pace`. Not used with `classes`.
         host_bytes: memory of the host behind the pool; 0 = what the pool evicts is lost.
         disk: folder behind that; None = nothing. It outlives the process.
         disk_bytes: most bytes in it.
@@ -55,6 +58,7 @@ class EngineSettings:
     step_tokens: int | None = None
     chunk: int | None = None
     classes: tuple[ServiceClass, ...] | None = None
+    patience: float = PATIENCE
     host_bytes: int = 0
     disk: Path | None = None
     disk_bytes: int = 2**34
@@ -67,6 +71,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value} must not be negative")
+        if not self.patience > 0:
+            raise ConfigError(f"patience={self.patience} must be above 0; 1 is one step of short prompts")
         for name in ("unit", "step_tokens", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -80,7 +86,7 @@ class EngineSettings:
     def limits(self, geometry: CacheGeometry, context_length: int, device: str = "cpu") -> Limits:
         """Of the scheduler, on a device of this type."""
         step_tokens = self.step_tokens or STEP_TOKENS.get(device, STEP_TOKENS["cpu"])
-        classes = service_classes(context_length) if self.classes is None else self.classes
+        classes = service_classes(context_length, self.patience) if self.classes is None else self.classes
         if not classes:
             classes = (ServiceClass(name="all", up_to=2**62),)
         return Limits(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from perilune.errors import CapacityError, ConfigError
 from perilune.serve.cache import Admission, HybridCache
-from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, service_classes
+from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, patience_of, service_classes
 from perilune.serve.schedule.pace import Pace
 from perilune.serve.schedule.plan import Plan, Row
 from perilune.serve.schedule.queues import Queues, importance
@@ -79,7 +79,7 @@ class Scheduler:
         self.refused: list[tuple[Sequence, CapacityError]] = []
         self.preempted = self.steps = 0
         self.queues = Queues(len(limits.classes))
-        self.pace = Pace()
+        self.pace = Pace(patience_of(limits.classes))
         self._slots = [0] * len(limits.classes)
         self._arrivals = 0
         self._under_way: deque[Plan] = deque()
@@ -271,10 +271,12 @@ class Scheduler:
         for kind in others:
             left -= self._serve(kind, left, prompts[kind], given)
         if not (wait and given):
-            left = budget - sum(given.values())
-            for kind in capped:
+            left = int(min(budget - sum(given.values()), self.pace.most))
+            for kind in (
+                capped if self.steps % 2 else reversed(capped)
+            ):  # a piece may be all of one class: they take turns
                 cap = int(classes[kind].cap * budget) if sum(at_work) > 1 else budget
-                left -= self._serve(kind, min(left, cap, int(min(budget, self.pace.most))), prompts[kind], given)
+                left -= self._serve(kind, min(left, cap), prompts[kind], given)
         rows = []
         for kind in prompts:
             for sequence in kind:
