@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from soak_client import ask
 from soak_server import CONTEXT, DISK_BYTES
 from tiny_model import tiny_engine, uncached
@@ -45,7 +46,7 @@ class Corpus:
         self._answer([first + answer[:12] + tokens(2, 20) for first, answer in zip(firsts, self.truth)])
 
     def _answer(self, prompts: list[list[int]]) -> None:
-        engine = tiny_engine(context_length=CONTEXT, settings=uncached())
+        engine = tiny_engine(context_length=CONTEXT, settings=uncached(), dtype=torch.float64)
         job = engine.complete(prompts, SamplingParams(temperature=0.0, max_tokens=LONGEST, ignore_eos=True))
         list(job)
         self.prompts += prompts

@@ -18,6 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
 from tiny_model import tiny_engine
 
 from perilune.serve.api import Endpoint, Limits, serve
@@ -66,7 +67,7 @@ class Faults:
 def main(folder: Path) -> None:
     """Serve until a signal."""
     settings = EngineSettings(unit=4, cache_bytes=0, host_bytes=HOST_BYTES, disk=folder, disk_bytes=DISK_BYTES)
-    engine = tiny_engine(context_length=CONTEXT, settings=settings)
+    engine = tiny_engine(context_length=CONTEXT, settings=settings, dtype=torch.float64)
     faults = Faults(engine)
 
     def ready(url: str, admin_url: str | None) -> None:

@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(tiny_engine())
+    return LLM(tiny_engine(dtype=torch.float64))
 
 
 def test_many_prompts_give_what_each_gives_alone(llm):

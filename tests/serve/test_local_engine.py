@@ -180,7 +180,8 @@ def test_completions_of_several_prompts(engine):
     assert job.timing.tokens_per_second > 0 and job.timing.first_token_seconds >= job.timing.prefill_seconds > 0
 
 
-def test_logprobs_are_the_models_own(engine):
+def test_logprobs_are_the_models_own():
+    engine = tiny_engine(dtype=torch.float64)
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=6, logprobs=3, prompt_logprobs=2)
     job = engine.complete([PROMPTS[2]], params)
     given = [one for delta in job for one in delta.logprobs]

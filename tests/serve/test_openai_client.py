@@ -11,6 +11,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+import torch
 from tiny_model import scripted_engine, talkative_engine, tiny_engine
 
 from perilune.serve.api import serve_in_thread
@@ -51,7 +52,7 @@ def scripted():
 @pytest.fixture(scope="module")
 def tiny():
     """A client of a model with random weights."""
-    engine = tiny_engine()
+    engine = tiny_engine(dtype=torch.float64)
     with serve_in_thread(engine) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     engine.close()

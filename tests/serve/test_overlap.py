@@ -32,8 +32,7 @@ def settings(overlap: bool = True, **others) -> EngineSettings:
 
 
 def engine_of(overlap: bool = True, *, context_length: int = 8192, **others):
-    """In fp32, whose passes are recorded."""
-    return tiny_engine(settings=settings(overlap, **others), dtype=torch.float32, context_length=context_length)
+    return tiny_engine(settings=settings(overlap, **others), context_length=context_length)
 
 
 @functools.cache
