@@ -1,8 +1,9 @@
 """Rows of MLA on a GPU: absorbed decode against a long cache, and causal attention with an fp32 output as in training.
 
-Decode is bound by one read of the cache, or by the products of all heads with it; its peer is torch's attention on keys and
-values that were expanded before, which is what a cache without latents would be. The peer in training is cuDNN's kernel, the
-fastest that torch has for the same shape; its output is rounded to bfloat16.
+A decode step is whole: both up-projections, the attention and what puts its parts together. It is bound by one read of the
+cache, or by the products of all heads with it; its peer is torch's attention on keys and values that were expanded before,
+which is what a cache without latents would be. The peer in training is cuDNN's kernel, the fastest that torch has for the same
+shape; its output is rounded to bfloat16. Packed documents are of one length, so that the peer can take them as a batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from perilune.bench.graphs import Calls, GraphCase, sets
 from perilune.bench.harness import Case
 from perilune.ops.mla import attend, attend_cached
+from perilune.ops.segments import Segments
 
 LATENT, SHARED, NOPE, VALUE = 512, 64, 128, 128
 SCALE = (NOPE + SHARED) ** -0.5
@@ -25,7 +27,13 @@ DECODE_SHAPES = [
     (b, h, s) for b, s in ((1, 32768), (1, 131072), (16, 4096), (16, 32768)) for h in (12, 48, 96)
 ]  # B, H, S
 RAGGED = tuple(512 * n * n // 4 + 512 for n in range(16))  # cached tokens of a batch whose sequences differ
-TRAINING_SHAPES = ((8192, 96), (8192, 48), (32768, 12))  # T, H
+K3, MINI = (NOPE + SHARED, VALUE), (96, 64)  # channels of a key and of a value
+TRAINING_SHAPES = (
+    (1, 8192, 96, K3),
+    (4, 2048, 96, K3),
+    (1, 32768, 12, K3),
+    (1, 8192, 16, MINI),
+)  # documents, T of each, H, widths
 PEER_BYTES = 20e9  # of expanded keys and values, beyond which the peer is left out
 
 
@@ -79,9 +87,16 @@ def decode_cases() -> Iterator[GraphCase]:
         )  # fmt: skip
 
 
-def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    q, k, v = (_normal(1, tokens, heads, d).requires_grad_() for d in (NOPE + SHARED, NOPE + SHARED, VALUE))
-    dout = torch.randn(1, tokens, heads, VALUE, device="cuda")
+def _training_pair(
+    documents: int, tokens: int, heads: int, widths: tuple[int, int], backward: bool
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    key, value = widths
+    q, k, v = (_normal(1, documents * tokens, heads, d).requires_grad_() for d in (key, key, value))
+    dout = torch.randn(1, documents * tokens, heads, value, device="cuda")
+    segments = None
+    if documents > 1:
+        bounds = torch.arange(0, documents * tokens + 1, tokens, dtype=torch.int32, device="cuda")
+        segments = Segments(bounds, 1, documents * tokens)
 
     def timed(function: Callable[[], Tensor]) -> Callable[[], Any]:
         def run() -> Any:
@@ -93,21 +108,23 @@ def _training_pair(tokens: int, heads: int, backward: bool) -> tuple[Callable[[]
 
     def peer() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=SCALE).transpose(1, 2)
+            heads_first = (x.view(documents, tokens, heads, -1).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=key**-0.5)
+            return out.transpose(1, 2).reshape(1, documents * tokens, heads, value)
 
-    return timed(lambda: attend(q, k, v, SCALE)), timed(peer)
+    return timed(lambda: attend(q, k, v, key**-0.5, segments)), timed(peer)
 
 
 def training_cases() -> Iterator[Case]:
     """Forward, and forward with backward."""
-    for tokens, heads in TRAINING_SHAPES:
-        forward = float(tokens) ** 2 * heads * (NOPE + SHARED + VALUE)
+    for documents, tokens, heads, (key, value) in TRAINING_SHAPES:
+        forward = float(documents) * float(tokens) ** 2 * heads * (key + value)
+        length = f"{documents}x{tokens}" if documents > 1 else str(tokens)
         for name, backward, flops in (("fwd", False, forward), ("fwdbwd", True, 3.5 * forward)):
             yield Case(
-                name=f"mla_attend_{name}_T{tokens}_H{heads}",
-                shape=f"T={tokens} H={heads} keys {NOPE + SHARED} values {VALUE}, causal, fp32 output",
-                make=lambda shape=(tokens, heads, backward): _training_pair(*shape),
+                name=f"mla_attend_{name}_T{length}_H{heads}",
+                shape=f"T={length} H={heads} keys {key} values {value}, causal, fp32 output",
+                make=lambda shape=(documents, tokens, heads, (key, value), backward): _training_pair(*shape),
                 peer="cuDNN attention through torch, bf16 output",
                 flops=flops,
                 dtype=torch.bfloat16,
