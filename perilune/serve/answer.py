@@ -8,7 +8,7 @@ from perilune.model.vision import ImageRows
 from perilune.serve.images import PlacedImage, rows_between
 from perilune.serve.reader import Reader
 from perilune.serve.request import Delta, FinishReason, SamplingParams, TokenLogprob
-from perilune.serve.sampling import Drawn, SamplingRow
+from perilune.serve.sampling import Drawn, Mask, SamplingRow
 from perilune.tokenizer.xtml.grammar_mask import Constraint
 
 
@@ -54,6 +54,10 @@ class Answer:
     def image_rows(self, start: int, end: int) -> ImageRows | None:
         """What stands for pads among the tokens from `start` to `end`."""
         return rows_between(self.images, start, end) if self.images else None
+
+    def mask(self) -> Mask | None:
+        """Which tokens its grammar allows next; None = all of them, or it has ended and nobody asks."""
+        return None if self.constraint is None or self.finish_reason is not None else self.constraint.mask()
 
     def take(self, drawn: Drawn) -> Delta | None:
         """Add a drawn token; returns what became certain with it, if anything, or the answer's end."""

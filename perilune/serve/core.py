@@ -23,7 +23,7 @@ from perilune.serve.engine import CacheEvent, EngineFailed
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.flight import Flight, Stage
 from perilune.serve.job import LocalJob
-from perilune.serve.overlap import why_settled_first
+from perilune.serve.overlap import draw_needs_tokens, why_settled_first
 from perilune.serve.runner import ModelRunner
 from perilune.serve.runner.runner import Scores
 from perilune.serve.sampling import Draw, Drawn, start_draw, token_logprobs
@@ -194,6 +194,8 @@ class EngineCore(EngineThread):
     def _launch_stage(self, flight: Flight) -> None:
         watch = Stopwatch(self.runner.model.device)
         scores = self.runner.run(flight.plan, len(flight.stages))
+        if self._flights and draw_needs_tokens(scores.rows):
+            self.settle()
         draw = self._draw(flight.plan, scores)
         if draw is not None:
             self.runner.keep(scores.rows, draw.ids_B)
@@ -259,8 +261,7 @@ class EngineCore(EngineThread):
         answers: list[Answer] = [row.sequence.content for row in scores.rows]
         if not answers:
             return None
-        masks = [None if answer.constraint is None else answer.constraint.mask() for answer in answers]
-        return start_draw([answer.sampling for answer in answers], scores.together(), masks)
+        return start_draw([one.sampling for one in answers], scores.together(), [one.mask() for one in answers])
 
     @staticmethod
     def _score_prompt(sequence: Sequence, start: int, logits_TZ: torch.Tensor) -> None:

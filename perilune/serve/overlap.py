@@ -5,9 +5,11 @@ See docs/adr/0011-overlap.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from perilune.serve.schedule import Plan, Scheduler
+from perilune.serve.schedule import Plan, Row, Scheduler
 
 
 def pays_off(device: torch.device) -> bool:
@@ -26,7 +28,6 @@ def why_settled_first(plan: Plan, scheduler: Scheduler) -> str | None:
 
     prompts   it holds prompts and others are expected: it is long, and who comes meanwhile would wait for two such steps
     room      somebody lacks a page or a slot, and who could give one up has a row in it
-    grammar   the host makes the mask of a row's next token from its last one
 
     Args:
         plan: of the step; the scheduler's newest.
@@ -34,7 +35,10 @@ def why_settled_first(plan: Plan, scheduler: Scheduler) -> str | None:
     """
     if plan.prefill and scheduler.pace.expects_short:
         return "prompts"
-    if scheduler.crowded:
-        return "room"
-    contents = (row.sequence.content for row in plan.rows if row.draws)
-    return "grammar" if any(content is not None and content.constraint is not None for content in contents) else None
+    return "room" if scheduler.crowded else None
+
+
+def draw_needs_tokens(rows: Iterable[Row]) -> bool:
+    """Whether a draw has to wait until the tokens before it are known: the host makes the mask of a grammar's next token from
+    the last one. It has the time of the pass for it, as that is launched before."""
+    return any(row.sequence.content.constraint is not None for row in rows)

@@ -152,13 +152,15 @@ def test_known_lengths_cost_no_row(awaited):
     assert engine.core.runner.tokens_run == sum(len(prompt) + 6 for prompt in PROMPTS) and awaited
 
 
-def test_grammars_are_asked_one_token_at_a_time(awaited):
-    """Steps with such a row are settled first; those without run ahead."""
-    form = Structured("regex", "[ab]{3}c*d")
-    params = SamplingParams(temperature=0.0, max_tokens=20, structured=form)
-    asked = [(PROMPTS[0], params, 1), (PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=40), 1)]
-    assert finish(engine_of(), asked) == finish(synchronous(), asked)
-    assert awaited and all(row.sequence.content.constraint is None for row in awaited)
+def test_grammars_get_their_masks_between_pass_and_draw(awaited):
+    """Rows with one are planned ahead like all others; their draws come when the tokens before them are known."""
+    forms = [Structured("regex", "[ab]{3}c*d"), Structured("choice", ["abc", "xy"]), Structured("regex", "z+")]
+    params = [SamplingParams(seed=2, temperature=1.5, max_tokens=13, structured=form) for form in forms]
+    asked = [(prompt, one, 2) for prompt, one in zip(PROMPTS, params)] + [(PROMPTS[3], GREEDY, 1)]
+    expected = finish(synchronous(), asked)
+    assert {answer[2] for job in expected for answer in job} == {"stop", "length"}
+    assert finish(engine_of(), asked) == expected
+    assert sum(row.sequence.content.constraint is not None for row in awaited) > 10
 
 
 def test_pieces_of_long_prompts_run_ahead_unless_short_ones_come(monkeypatch):
