@@ -7,7 +7,7 @@ import torch
 from tiny_model import tiny_model
 
 from perilune.model import mla
-from perilune.model.paged import PagedState
+from perilune.model.paged import PagedCache, PagedState
 from perilune.serve.cache import Chunk
 from perilune.serve.cache.plans import ExportState
 from perilune.serve.runner import PagePool, pool_geometry
@@ -71,3 +71,25 @@ def test_chunks_in_one_pass_are_chunks_alone(name: str, heads_apart: bool, monke
     theirs, ours = (bench.pool.bytes_PR.view(torch.float64) for bench in (alone, together))
     assert torch.equal(ours.isnan(), theirs.isnan()) and not theirs.isnan().all()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10, equal_nan=True)
+
+
+def test_nothing_behind_a_sequence_is_read() -> None:
+    """What a page holds behind the last token, here NaN, is zero for the kernels, which multiply it by a weight of zero."""
+    model, cases = tiny_model(), CASES["behind caches"]
+    bench = Bench(model, cases)
+    bench.run(bench.chunks, range(len(cases)))
+    size = bench.geometry.page_tokens
+    rows = chunk_rows(bench.chunks, size, model.device)
+    cache = next(layer for layer in bench.pool.layers(rows) if isinstance(layer, PagedCache))
+    entries_SC, first = cache.all_entries()[0], 0
+    for (_, end, _), chunk in zip(cases, bench.chunks):
+        alone = next(
+            layer
+            for layer in bench.pool.layers(chunk_rows([chunk], size, model.device))
+            if isinstance(layer, PagedCache)
+        )
+        whole = -(-end // size) * size
+        assert torch.equal(entries_SC[first : first + end], alone.entries(0)[0])
+        assert not entries_SC[first + end : first + whole].any()
+        first += whole
+    assert first == len(entries_SC)
