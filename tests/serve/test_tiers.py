@@ -16,7 +16,7 @@ from perilune.errors import ConfigError
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams, Service
 from perilune.serve.settings import EngineSettings
-from perilune.serve.tiers import DiskTier
+from perilune.serve.tiers import DiskTier, memory
 from perilune.serve.tiers.index import Prefix, TierIndex
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -225,6 +225,25 @@ def test_others_go_on_while_pages_are_fetched(monkeypatch):
     assert [job.usage.cached_tokens for job in jobs] == [88, 88] and asked.empty()
     assert engine.metrics().tiers["host_hits_total"] == 1 and engine.admin.check_invariants() == []
     engine.close()
+
+
+def test_places_in_the_hosts_memory(monkeypatch):
+    """Neighbours are copied together; a place is free again when its page is gone, and not before."""
+    monkeypatch.setattr(memory, "FIRST_BLOCK", 30)
+    host = memory.HostMemory(10, pinned=False)
+    pages = host.take(9)  # blocks of 3 and 6 places
+    assert [len(block) for block in host.blocks] == [3, 6] and len({(page.block, page.place) for page in pages}) == 9
+    for number, page in enumerate(pages):
+        page.buffer()[:] = bytes([number] * 10)
+    assert list(memory.runs([4, 5, 6, 7, 8, 9, 1, 2, 3], pages)) == [(4, 0, 0, 3), (7, 1, 0, 3), (1, 1, 3, 3)]
+    assert list(memory.runs([4, 6], pages[:2])) == [(4, 0, 0, 1), (6, 0, 1, 1)]
+    assert list(memory.runs([4, 5], [pages[0], pages[2]])) == [(4, 0, 0, 1), (5, 0, 2, 1)]
+    assert list(memory.runs([], [])) == []
+    kept = pages[2]
+    del pages, page
+    again = host.take(8)
+    assert len(host.blocks) == 2 and (kept.block, kept.place) not in {(page.block, page.place) for page in again}
+    assert bytes(kept.buffer()) == bytes([2] * 10)
 
 
 def test_bytes_come_back_as_they_were():
