@@ -147,7 +147,7 @@ def test_overlap_changes_no_token():
 
 
 def test_stops_with_steps_in_flight():
-    running, choose = engine(cache_bytes=2**25, context_length=512), random.Random(0)
+    running, choose = engine(cache_bytes=2**25, context_length=512, sequences=6), random.Random(0)
     asked = [(text(seed, 64), GREEDY) for seed in range(4)]
     expected = finish(running, asked)
     heard: queue.SimpleQueue = queue.SimpleQueue()
