@@ -75,7 +75,7 @@ def backward(
     wide = dout.dtype == torch.float32
     narrow = torch.empty(out.shape, dtype=q.dtype, device=q.device) if wide else None
     stats_kernel(value, out.dtype == torch.float32, wide).launch(
-        (blocks(heads, STATS_WARPS), pitch, batch),
+        (pitch, blocks(heads, STATS_WARPS), batch),
         out,
         dout,
         logs,

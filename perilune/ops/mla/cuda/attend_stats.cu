@@ -10,7 +10,7 @@ constexpr int STATS_WARPS = 4;
 KERNEL(32 * STATS_WARPS, 8) attend_stats(
     const void* __restrict__ out, const void* __restrict__ dout, const float* __restrict__ logs, Query* __restrict__ queries,
     bf16* __restrict__ narrow, i64 do_b, i64 do_t, i64 do_h, int tokens, int heads, int pitch) {
-    const int lane = threadIdx.x & 31, head = blockIdx.x * STATS_WARPS + (threadIdx.x >> 5), t = blockIdx.y;
+    const int lane = threadIdx.x & 31, head = blockIdx.y * STATS_WARPS + (threadIdx.x >> 5), t = blockIdx.x;
     const i64 batch = blockIdx.z;
     if (head >= heads) return;
     Query* const to = queries + (batch * heads + head) * pitch + t;

@@ -13,8 +13,8 @@ from perilune.ops.mx.pack import DeviceWeight
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
-ROWS, WARPS = 16, 8  # of a block
-BLOCKS = 2  # that a multiprocessor takes at once
+TILE = 32  # output columns of a warp
+WARPS, BLOCKS = 4, 3  # of a block; blocks that a multiprocessor takes at once
 SUM_THREADS = 64  # of a block that puts the parts together
 
 
@@ -39,10 +39,10 @@ def output(h_PF: Tensor, index_NA: Tensor, weight_NA: Tensor, w2: DeviceWeight) 
     """sum over a token's experts of p W2 h, `[N, L]` bfloat16; h bfloat16 and index int64, dense."""
     tokens, active = index_NA.shape
     count = active * w2.steps
-    total = w2.rows // ROWS * count
+    total = w2.rows // TILE * count
     run = run_of(total, count, BLOCKS * WARPS * units(h_PF.device))
     grid = blocks(total, run * WARPS)
-    parts = torch.empty(tokens, grid * WARPS, 2, ROWS, device=h_PF.device)
+    parts = torch.empty(tokens, grid * WARPS, 2, TILE, device=h_PF.device)
     y_NL = torch.empty(tokens, w2.rows, dtype=h_PF.dtype, device=h_PF.device)
     kernel().launch(
         (grid, tokens), h_PF, index_NA, weight_NA.to(torch.float32).contiguous(), w2.codes, w2.scale, parts, active, w2.steps,
