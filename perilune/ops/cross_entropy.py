@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import ConfigError, RequestError
 from perilune.ops.choice import Choice
+from perilune.ops.narrow import in_dtype
 from perilune.ops.native.blas import multiplies_bf16
 from perilune.ops.native.rows import choose, entry, threads_for
 from perilune.ops.triton.available import choose as choose_triton
@@ -144,7 +145,7 @@ def _pass(x_ND, weight_ZD, target_N, ignore_index, chunk, implementation, wanted
     """One pass over all chunks: losses [N], and dx and dW of sum(scale * loss) where wanted (else None)."""
     tokens, vocabulary = len(x_ND), len(weight_ZD)
     exact = torch.promote_types(x_ND.dtype, torch.float32)
-    head_ZD = weight_ZD.to(x_ND.dtype)
+    head_ZD = in_dtype(weight_ZD, x_ND.dtype)
     loss_N = torch.empty(tokens, dtype=exact, device=x_ND.device)
     dx_ND = torch.empty_like(x_ND) if wanted[0] else None
     dweight_ZD = torch.zeros(weight_ZD.shape, dtype=exact, device=x_ND.device) if wanted[1] else None

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from perilune.ops.narrow import in_dtype
+
 
 def takes(x: Tensor, weight_OI: Tensor) -> bool:
     """Whether `mixed_linears` is for this call: gradients, a CUDA device, half precision and a plain float32 weight."""
@@ -36,7 +38,7 @@ def mixed_linears(x: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
 class _MixedLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *weights_OI):
-        narrow = [weight_OI.to(x.dtype) for weight_OI in weights_OI]
+        narrow = [in_dtype(weight_OI, x.dtype) for weight_OI in weights_OI]
         ctx.save_for_backward(x, *narrow)
         ctx.set_materialize_grads(False)
         return tuple(F.linear(x, weight_OI) for weight_OI in narrow)

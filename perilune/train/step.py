@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perilune.data.loader import Batch
+from perilune.model.latent_moe import Experts
+from perilune.model.linear import Linear
 from perilune.model.mla import GatedMLA
 from perilune.model.transformer import LossOutput, Transformer
 from perilune.ops.moe import Balancer
+from perilune.ops.narrow import NarrowCopies
 from perilune.ops.segments import Segments
 from perilune.optim.build import Optimizer
 from perilune.optim.qk_clip import clip_, heads_over
@@ -55,6 +58,12 @@ def split_rows(batch: Batch, tokens: int) -> list[Batch]:
 def mla_layers(model: Transformer) -> list[tuple[int, GatedMLA]]:
     """(layer number, mixer) of the MLA layers."""
     return [(i, block.mixer) for i, block in enumerate(model.layers) if isinstance(block.mixer, GatedMLA)]
+
+
+def _matrices(model: Transformer) -> list[nn.Parameter]:
+    """Weights that meet activations in the compute dtype only."""
+    modules = [m for m in model.modules() if isinstance(m, Linear | Experts)]
+    return [parameter for module in modules for parameter in module.parameters(recurse=False)]
 
 
 def batch_loss(model: Transformer, micro: Batch) -> LossOutput:
@@ -93,11 +102,13 @@ class Step:
     ) -> None:
         self.model, self.optimizer, self.grad_clip, self.qk_clip = model, optimizer, grad_clip, qk_clip
         self.moe, self.mla = model.moe_layers(), mla_layers(model)
+        self._narrow = NarrowCopies(_matrices(model), model.compute_dtype)
         self._nats = torch.zeros((), dtype=torch.float64, device=model.device)
         self._norm = torch.zeros(())
 
     def begin(self) -> None:
-        """Forget the last step's counts."""
+        """Forget the last step's counts; round the weights once for all that follows."""
+        self._narrow.refresh()
         for layer in self.moe:
             cast(Tensor, layer.counts_E).zero_()
         for _, mixer in self.mla:
@@ -145,7 +156,8 @@ class Step:
         raise error
 
     def forget(self) -> None:
-        """Drop what a step that is given up has left: gradients, and what the balancers saw."""
+        """Drop what a step that is given up has left: gradients, rounded weights, and what the balancers saw."""
+        self._narrow.drop()
         self.optimizer.zero_grad()
         for layer in self.moe:
             layer.balancer.reset()
@@ -171,6 +183,7 @@ class Step:
             move_weights: the optimizer's step; called with the factor on the gradients, a number on the device, if there is
                 one that is not applied yet.
         """
+        self._narrow.drop()
         scale = self._clip_gradients()
         move_weights(*(() if scale is None else (scale,)))
         self.optimizer.zero_grad()

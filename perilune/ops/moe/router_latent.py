@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from perilune.ops.choice import Choice
 from perilune.ops.linear import linear
+from perilune.ops.narrow import in_dtype
 from perilune.ops.triton.available import DTYPES
 from perilune.ops.triton.available import choose as choose_triton
 
@@ -79,7 +80,7 @@ class _Project(torch.autograd.Function):
         dx = ddown = drouter = None
         if dz_NL is not None:
             if wants_x:
-                dx = dz_NL @ down_weight_LD.to(dz_NL.dtype)
+                dx = dz_NL @ in_dtype(down_weight_LD, dz_NL.dtype)
             if wants_down:
                 ddown = _product(dz_NL.t(), x_ND).to(down_weight_LD.dtype)
         if dlogits_NE is not None:

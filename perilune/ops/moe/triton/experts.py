@@ -17,6 +17,7 @@ from perilune.ops.moe.triton.configs import Config, Tiles, config
 from perilune.ops.moe.triton.plan import RowPlan, row_plan
 from perilune.ops.moe.triton.rows import gather, sum_rows, unit_gradient_
 from perilune.ops.moe.triton.unit import Caps, unit_options
+from perilune.ops.narrow import in_dtype
 from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
@@ -148,7 +149,7 @@ def weight_gradient(left_RM: Tensor, right_RN: Tensor, like_EMN: Tensor, plan: R
 
 
 def _matrices(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    return [w.to(dtype).contiguous() for w in weights]
+    return [in_dtype(w, dtype).contiguous() for w in weights]
 
 
 def _tiled(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.ops.moe.triton.tiles import dot_add
+from perilune.ops.narrow import in_dtype
 from perilune.ops.triton.sizes import blocks
 
 PARTS = 3  # 24 bits of a float32 weight in bfloat16 numbers of 8
@@ -91,7 +92,7 @@ def project(x_ND: Tensor, down_weight_LD: Tensor, router_weight_ED: Tensor) -> t
     if tokens == 0:
         return z, logits
     parts = split(router_weight_ED)
-    down = down_weight_LD.to(x_ND.dtype).contiguous()
+    down = in_dtype(down_weight_LD, x_ND.dtype).contiguous()
     tiles = blocks(tokens, SCORED_ROWS) * blocks(experts, SCORED_COLUMNS) + blocks(tokens, ROWS) * blocks(
         latent, COLUMNS
     )
