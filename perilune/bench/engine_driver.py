@@ -11,7 +11,7 @@ import torch
 from perilune.config.presets import preset
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
-from perilune.serve.cache import HybridCache, RootKey, TokenChain
+from perilune.serve.cache import HybridCache, KnownPrompts, RootKey, TokenChain
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
 from perilune.serve.schedule import Limits, Scheduler, Sequence, ServiceClass
 
@@ -58,11 +58,11 @@ class Driver:
         self.runner = ModelRunner(model, self.pool, model.cfg.vocab_size)
         self.scores: dict[str, torch.Tensor] = {}
         self.spoke: dict[str, float] = {}
-        self._names = itertools.count()
+        self._names, self._known = itertools.count(), KnownPrompts()
 
     def chain(self, ids: list[int]) -> TokenChain:
         """Digests of a prompt."""
-        return TokenChain(RootKey(model="m"), self.geometry.unit, ids)
+        return self._known.chain(RootKey(model="m"), self.geometry.unit, ids)
 
     def add(self, ids: list[int], chain: TokenChain | None = None) -> Sequence:
         """Queue a prompt."""

@@ -183,9 +183,9 @@ class CachedPrefix:
         self.skipped = sequence.resume or 0
         self.driver.end(sequence)
 
-    def hit(self, rest: list[int]) -> None:
-        """First token behind the prefix, all of which but a page has been skipped."""
-        self.first(self.ids + rest)
+    def hit(self, ids: list[int]) -> None:
+        """First token of a prompt that begins with the prefix, all of which but a page has been skipped."""
+        self.first(ids)
         least = len(self.ids) - 2 * self.driver.geometry.page_tokens
         assert self.skipped > least, f"only {self.skipped} tokens of {len(self.ids)} were a hit"
 
@@ -282,7 +282,7 @@ class PrefixRow:
             theirs.append(prefix.timed(prefix.first, prefix.tokens(len(rest))))
         else:
             theirs.append(prefix.timed(prefix.bare.go_on, rest))
-        ours.append(prefix.timed(prefix.hit, rest))
+        ours.append(prefix.timed(prefix.hit, prefix.ids + rest))
         if self.kind != "alone":
             extra["score_difference"] = max(extra.get("score_difference", 0.0), prefix.difference())
 

@@ -23,7 +23,7 @@ from perilune.model import Transformer
 from perilune.serve import structured
 from perilune.serve.administration import Administration, metrics
 from perilune.serve.answer import Answer
-from perilune.serve.cache import HybridCache, Retention, RootKey, TokenChain
+from perilune.serve.cache import HybridCache, KnownPrompts, Retention, RootKey
 from perilune.serve.core import EngineCore
 from perilune.serve.engine import EngineMetrics
 from perilune.serve.images import PlacedImage, ShownImages, sizes
@@ -102,7 +102,7 @@ class LocalEngine:
         self.core = EngineCore(cache, scheduler, runner, tiers)
         self.admin = Administration(self.core, self.root_key)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
-        self._names = itertools.count()
+        self._names, self._known = itertools.count(), KnownPrompts()
         # The thread keeps the model alive; it ends with the engine, whether or not somebody closes it.
         self._finalizer = weakref.finalize(self, self.core.close, 0.0)
 
@@ -215,7 +215,7 @@ class LocalEngine:
                 # Scores of every token of the prompt need every token of it; such a request shares nothing.
                 alone = not self.settings.prefix_cache or answer.wants_prompt_scores
                 root = self.root_key(f"{name} alone" if alone else service.cache_salt)
-                chain = TokenChain(root, self.core.cache.geometry.unit, ids, [image.key for image in images])
+                chain = self._known.chain(root, self.core.cache.geometry.unit, ids, [image.key for image in images])
                 sequence = Scheduled(
                     name, ids, chain, turn_ends=turn_ends, priority=service.priority, content=answer,
                     extends_chain=not self.settings.deterministic, longest=len(ids) + params.max_tokens,

@@ -162,7 +162,7 @@ def test_a_long_prefix_is_worth_what_it_cost():
         elif kind == "disk":
             prefix.restart()
         rest = prefix.tokens(sizes.suffix)
-        prefix.hit(rest)
+        prefix.hit(prefix.ids + rest)
         prefix.bare.go_on(rest)
         differences[kind] = prefix.difference()
     print(f"{differences}, cold {prefix.cold} s, bare {prefix.peer_cold} s")

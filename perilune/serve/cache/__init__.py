@@ -2,6 +2,7 @@
 
 from perilune.serve.cache.geometry import CacheGeometry, cache_geometry
 from perilune.serve.cache.hashing import ImageKey, RootKey, TokenChain
+from perilune.serve.cache.known import KnownPrompts
 from perilune.serve.cache.plans import Admission, Chunk, CopyPage, ExportState, RestoreState, ZeroState
 from perilune.serve.cache.prefix_cache import HybridCache
 from perilune.serve.cache.retention import Retention
@@ -14,6 +15,7 @@ __all__ = [
     "ExportState",
     "HybridCache",
     "ImageKey",
+    "KnownPrompts",
     "RestoreState",
     "Retention",
     "RootKey",

@@ -106,6 +106,11 @@ class TokenChain:
         twin._last, twin._rest, twin._length, twin._images = self._last, self._rest, self._length, list(self._images)
         return twin
 
+    def skip(self, digests: Sequence[bytes]) -> None:
+        """Stand behind tokens that were hashed before, given all their digests; the root and the unit must be the same."""
+        self.digests = list(digests)
+        self._last, self._rest, self._length = self.digests[-1], b"", len(self.digests) * self.unit
+
     def extend(self, ids: Sequence[int] | np.ndarray, images: Sequence[ImageKey] = ()) -> None:
         """Append tokens. An unsigned 32-bit array is read in place; a list is converted first.
 
@@ -165,3 +170,12 @@ def _as_bytes(ids: Sequence[int] | np.ndarray) -> memoryview | bytes:
     if sys.byteorder == "big":
         numbers.byteswap()
     return memoryview(numbers).cast("B")
+
+
+def token_array(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Ids as unsigned 32-bit numbers, little-endian.
+
+    Raises:
+        RequestError: an id is out of range.
+    """
+    return np.frombuffer(_as_bytes(ids), "<u4")
