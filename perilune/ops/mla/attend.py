@@ -51,14 +51,14 @@ def select(
         if q_BTHK.shape[-1] > KERNEL_WIDTHS[0] or v_BSHV.shape[-1] > KERNEL_WIDTHS[1]:
             widest = " and ".join(map(str, KERNEL_WIDTHS))
             return Choice("torch", f"plain torch: the kernels take keys and values of at most {widest} channels")
-        if _cuda_obstacle(q_BTHK, k_BSHK, v_BSHV, scale) is None:
+        if (obstacle := _cuda_obstacle(q_BTHK, k_BSHK, v_BSHV, scale)) is None:
             return _CUDA
         masked = segments is not None or (past > 0 and q_BTHK.shape[1] > 1)
         if not masked and q_BTHK.dtype == torch.float32:
             return Choice("torch", "torch's own kernel: float32 without packed documents gains nothing from ours")
         if not masked and not fp32_output:
             return Choice("torch", "torch's own kernel: an output in the inputs' dtype and no packed documents")
-        return choice
+        return Choice("triton", f"Triton kernels: {obstacle}")
     reason = native.why_no_attention(q_BTHK)
     return (
         Choice("torch", reason) if reason else Choice("native", "blocks of queries on torch's BLAS, no [T, T] per head")

@@ -12,7 +12,7 @@ from perilune.ops.cuda import Kernel
 from perilune.ops.triton.sizes import blocks
 
 WARPS = 8  # that multiply
-WIDTHS = (192, 128), (96, 64)  # channels of keys and values that the kernel is built for
+WIDTHS = (192, 128), (128, 128), (96, 64), (64, 64)  # channels of keys and values that the kernel is built for
 QUERIES = 128  # of a tile
 KEYS = 128  # of a block
 ALIGNMENT = 16  # bytes of a copy
