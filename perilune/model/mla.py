@@ -24,10 +24,12 @@ from perilune.model.state import LatentCache
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.mla import attend, attend_latent
 from perilune.ops.mla.append import append_latents
+from perilune.ops.mla.keys import keys_and_values
 from perilune.ops.mla.packed import CachedChunks, attend_packed
 from perilune.ops.mla.pages import attend_latent_pages
 from perilune.ops.rope import rope
 from perilune.ops.segments import Segments
+from perilune.ops.sigmoid_gate import sigmoid_gate
 
 # Up to this many new tokens the absorbed form reads less than rebuilding all keys and values from the latents.
 ABSORBED_TOKENS = 8
@@ -73,12 +75,16 @@ class GatedMLA(nn.Module):
     def queries(self, x_BTD: Tensor, past: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Query parts `[B, T, H, nope]` and `[B, T, H, shared]`."""
         mla = self.mla
-        q = self.q_proj(x_BTD) if mla.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BTD)))
-        q = q.unflatten(-1, (mla.num_heads, mla.qk_head_dim))
-        q_nope, q_shared = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
+        q_nope, q_shared = self._unrotated(x_BTD).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
         if mla.rope_theta is not None:
             q_shared = rope(q_shared, self._positions(*x_BTD.shape[:2], past, x_BTD.device), mla.rope_theta)
         return q_nope, q_shared
+
+    def _unrotated(self, x_BTD: Tensor) -> Tensor:
+        """Queries `[B, T, H, nope + shared]` before a rotation."""
+        mla = self.mla
+        q = self.q_proj(x_BTD) if mla.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x_BTD)))
+        return q.unflatten(-1, (mla.num_heads, mla.qk_head_dim))
 
     def latents(self, x_BTD: Tensor, past: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Normalised latent `[B, T, L]` and shared key channels `[B, T, r]`: what the cache holds."""
@@ -96,9 +102,7 @@ class GatedMLA(nn.Module):
         else:
             kv = linear(latent_BSL, self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1))[heads].flatten(0, 1))
         kv = kv.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
-        k_nope, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-        shared = shared_BSr[..., None, :].expand(*k_nope.shape[:-1], mla.qk_rope_head_dim)
-        return torch.cat((k_nope, shared), dim=-1), v
+        return keys_and_values(kv, shared_BSr, mla.qk_nope_head_dim)
 
     def _expanded(self, entries_BSC: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Keys and values of all heads, as many at once as `EXPANDED_BYTES` hold: (heads, keys, values)."""
@@ -195,15 +199,16 @@ class GatedMLA(nn.Module):
             and not torch.is_grad_enabled()
         ):
             return self._decode(x_BTD[:, 0], state)[:, None], state
-        q_nope, q_shared = self.queries(x_BTD, past)
         latent, shared = self.latents(x_BTD, past)
         if state is None:
             keys, values = self.expand(latent, shared)
-            q = torch.cat((q_nope, q_shared), dim=-1)
+            whole = self.mla.rope_theta is None
+            q = self._unrotated(x_BTD) if whole else torch.cat(self.queries(x_BTD), dim=-1)
             largest_H = self.max_logit_H if self.training and self.track_max_logit else None
             out = attend(q, keys, values, self.scale, segments, fp32_output=self.fp32_output, largest_H=largest_H)
         else:
             assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
+            q_nope, q_shared = self.queries(x_BTD, past)
             entries = torch.cat((latent, shared), dim=-1)
             lengths = sorted(set(past))
             if isinstance(state, PagedCache):
@@ -222,5 +227,5 @@ class GatedMLA(nn.Module):
                     out[rows] = self._attend_cached(q_nope[rows], q_shared[rows], cached, start)
         out = out.flatten(-2)
         if self.mla.output_gate:
-            out = out * torch.sigmoid(self.g_proj(x_BTD).to(out.dtype))
+            out = sigmoid_gate(out, self.g_proj(x_BTD))
         return self.o_proj(out.to(x_BTD.dtype)), state
