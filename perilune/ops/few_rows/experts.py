@@ -27,7 +27,7 @@ from perilune.ops.triton.sizes import blocks, power_of_two
 
 MOST_EXPERTS, MOST_ACTIVE, MOST_WIDTH = 1024, 16, 4096
 ROUTED_EXPERTS = 256  # that every block of the hidden values can route among,
-ROUTED_TOKENS = 8  # for at most so many tokens, one a warp
+ROUTED_TOKENS = 2  # for at most so many tokens: of more there are too many blocks
 
 
 def why_not(w1_EFL: Tensor, w3_EFL: Tensor, w2_ELF: Tensor, active: int) -> str | None:

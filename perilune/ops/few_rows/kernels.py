@@ -57,8 +57,14 @@ def token_tiles(tokens: int) -> int:
     return power_of_two(blocks(tokens, TILE_TOKENS))
 
 
+def ring_bytes(width: int, row_tiles: int, token_pieces: int) -> int:
+    """Shared memory of a block for the turns of its warps, as `Ring` of rows.h has it."""
+    turns = 2 * blocks(width // STEP, 2 * WARPS)
+    return min(turns, 4 if row_tiles == 1 else 2) * (2 * row_tiles + token_pieces) * 16 * 32 * WARPS
+
+
 def sum_bytes(row_tiles: int, tiles: int) -> int:
-    """Shared memory in which the warps leave their sums."""
+    """Shared memory in which the warps leave their sums; those of a ring lie where it was, which is larger."""
     return 4 * WARPS * row_tiles * tiles * 128
 
 

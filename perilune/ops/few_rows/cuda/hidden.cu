@@ -10,19 +10,20 @@
 #include "route.h"
 #endif
 
-constexpr int NT = TOKEN_TILES, STEPS = WIDTH / STEP;
+constexpr int NT = TOKEN_TILES;
+typedef Ring<2, NT, WIDTH / STEP> Turns;
+constexpr int PART = Turns::BYTES / WARPS;
 
-// The number of the n-th lowest bit that is set; -1 if there are fewer.
+// The number of the n-th lowest bit that is set, of some that are.
 DEVICE int nth_bit(u32 x, int n) {
     for (int i = 0; i < n; i++) x &= x - 1;
-    return x ? lowest_bit(x) : -1;
+    return lowest_bit(x);
 }
 
 KERNEL(THREADS, 2) hidden(
     const bf16* x, uint4* list, const bf16* w1, const bf16* w3, bf16* h, const float* logits, const float* __restrict__ bias, float* weight,
     int* pair, i64 x_stride, int tokens, float scaling, float beta, float linear_beta) {
     SHARED(memory);
-    float* const sums = (float*)memory;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS, place_of_block = blockIdx.y;
     let_next_start();
     wait_for_earlier();
@@ -49,25 +50,24 @@ KERNEL(THREADS, 2) hidden(
     const int count = entry.w;
     if (count == 0) return;
     const i64 matrix = (i64)entry.x * HIDDEN * WIDTH;
-    Matrices<2, STEPS> left;
-    left.tile(0, w1 + matrix, WIDTH, first, HIDDEN, lane);
-    left.tile(1, w3 + matrix, WIDTH, first, HIDDEN, lane);
-    left.begin(warp);
+    Turns ring;
+    ring.place(memory, warp, lane);
+    ring.tile(0, w1 + matrix, WIDTH, first, HIDDEN, lane);
+    ring.tile(1, w3 + matrix, WIDTH, first, HIDDEN, lane);
+    ring.begin();
     const bf16* row[NT];
 #pragma unroll
-    for (int t = 0; t < NT; t++) {
-        const int token = nth_bit(entry.y, 8 * t + (lane >> 2));
-        row[t] = token < 0 ? nullptr : x + token * x_stride + 8 * (lane & 3);
-    }
+    for (int t = 0; t < NT; t++)
+        row[t] = 8 * t < count ? x + nth_bit(entry.y, token_of_lane(t, count, lane)) * x_stride + 8 * (lane & 3) : x;
     float d[2][NT][4];
     clear(d);
-    left.multiply(d, (count + 7) / 8, warp, [&](int t, int step) { return row[t] ? *(const uint4*)(row[t] + STEP * step) : zeros(); });
-    leave(sums, d, warp, lane);
+    ring.multiply(d, (count + 7) / 8, [&](int t) { return row[t]; }, [&](int, int, uint4 here) { return here; });
+    leave(memory, PART, d, warp, lane);
     sync_threads();
     for (int place = thread; place < 128 * NT; place += THREADS) {
         const int unit = first + row_at(place), token = token_at(place);
         if (unit >= HIDDEN || token >= count) continue;
-        const float a = sum_of<2, NT>(sums, 0, place), b = sum_of<2, NT>(sums, 1, place);
+        const float a = sum_of<NT>(memory, PART, 0, place), b = sum_of<NT>(memory, PART, 1, place);
         h[(i64)(entry.z + token) * HIDDEN + unit] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(a, b, beta, linear_beta));
     }
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from perilune.ops.cuda import Kernel
 from perilune.ops.few_rows.cuda import route
-from perilune.ops.few_rows.kernels import WARPS, sum_bytes
+from perilune.ops.few_rows.kernels import WARPS, ring_bytes
 
 
 @cache
@@ -22,7 +22,7 @@ def kernel(
         "hidden",
         "P" * 9 + "qifff",
         threads=32 * WARPS,
-        shared_bytes=max(sum_bytes(2, tiles), table),
+        shared_bytes=max(ring_bytes(width, 2, tiles), table),
         defines={
             "WIDTH": width, "HIDDEN": hidden, "TOKEN_TILES": tiles, "GATE_CAPPED": int(gate_capped), "UP_CAPPED": int(up_capped),
             "ROUTES": int(routes),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import ROWS, WARPS, Caps, rows_of, sum_bytes, token_tiles, unit_macros, unit_numbers
+from perilune.ops.few_rows.kernels import ROWS, WARPS, Caps, ring_bytes, rows_of, token_tiles, unit_macros, unit_numbers
 from perilune.ops.triton.sizes import blocks
 
 
@@ -21,7 +21,7 @@ def kernel(width: int, tiles: int, latent: int, experts: int, hidden: int, cappe
         "mixture",
         "P" * 8 + "qiff",
         threads=32 * WARPS,
-        shared_bytes=sum_bytes(2, tiles),
+        shared_bytes=ring_bytes(width, 2, tiles) if hidden or experts else ring_bytes(width, 1, tiles),
         defines={
             "WIDTH": width, "TOKEN_TILES": tiles, "LATENT": latent, "EXPERTS": experts, "HIDDEN": hidden,
             "GATE_CAPPED": int(capped), "UP_CAPPED": int(up_capped),

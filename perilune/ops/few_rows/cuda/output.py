@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import WARPS, sum_bytes
+from perilune.ops.few_rows.kernels import WARPS, ring_bytes
 
 
 @cache
 def kernel(hidden: int, width: int, tiles: int) -> Kernel:
     """The kernel for matrices of `width` rows and `hidden` columns."""
     return Kernel(
-        Path(__file__).parent / "output.cu", "output", "PPPP", threads=32 * WARPS, shared_bytes=sum_bytes(1, tiles),
+        Path(__file__).parent / "output.cu", "output", "PPPP", threads=32 * WARPS, shared_bytes=ring_bytes(hidden, 1, tiles),
         defines={"WIDTH": hidden, "OUT": width, "TOKEN_TILES": tiles}, early=True,
     )  # fmt: skip

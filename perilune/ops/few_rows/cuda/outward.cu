@@ -10,55 +10,54 @@
 #include "squares.h"
 
 constexpr int NT = TOKEN_TILES, RT = ROW_TILES, STEPS = WIDTH / STEP, STEP_PAIRS = (STEPS + 1) / 2;
-constexpr int SUMS = WARPS * RT * NT * 128;
-constexpr bool BOTH = RT * (turns(STEPS) + turns(SECOND / STEP)) <= 8;  // both matrices' first steps fit the registers
+constexpr int MOST_BYTES = 512 * RT * NT;  // of a warp's sums
+typedef Ring<RT, (PAIRS ? 0 : NT), STEPS> Turns;
+typedef Ring<RT, NT, (SECOND ? SECOND : STEP) / STEP> MoreTurns;
+constexpr int PART = larger(Turns::BYTES / WARPS, MOST_BYTES), MORE_PART = SECOND ? larger(MoreTurns::BYTES / WARPS, MOST_BYTES) : 0;
 
 // y [pairs, WIDTH], weight and pair [tokens, ACTIVE]; or x [tokens, WIDTH] with the tokens' factors.
 KERNEL(THREADS, 2) outward(
     const bf16* up, const bf16* down, const float* y, const float* weight, const int* pair, const bf16* x, const float* factor,
     const float* __restrict__ norm, const bf16* h, bf16* out, int tokens, int rows, float eps) {
     SHARED(memory);
-    float* const sums = (float*)memory;                         // of every warp: of the first product, then of the second
-    float* const squares = sums + (SECOND ? 2 : 1) * SUMS;      // [STEP_PAIRS][8], of 64 columns
+    u8* const more = memory + WARPS * PART;
+    float* const squares = (float*)(more + WARPS * MORE_PART);  // [STEP_PAIRS][8], of 64 columns
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * RT;
     let_next_start();
-    Matrices<RT, STEPS> left;
+    Turns ring;
+    ring.place(memory, warp, lane, PART);
 #pragma unroll
-    for (int r = 0; r < RT; r++) left.tile(r, up, WIDTH, first + ROWS * r, rows, lane);
-    left.begin(warp);
+    for (int r = 0; r < RT; r++) ring.tile(r, up, WIDTH, first + ROWS * r, rows, lane);
+    ring.begin();
 #if SECOND
-    Matrices<RT, SECOND / STEP> left2;
+    MoreTurns ring2;
+    ring2.place(more, warp, lane, MORE_PART);
 #pragma unroll
-    for (int r = 0; r < RT; r++) left2.tile(r, down, SECOND, first + ROWS * r, rows, lane);
-    if (BOTH) left2.begin(warp);
+    for (int r = 0; r < RT; r++) ring2.tile(r, down, SECOND, first + ROWS * r, rows, lane);
+    ring2.begin();
 #endif
     wait_for_earlier();
 
     float p[ACTIVE];
-    const float* outputs[ACTIVE];
+    int place_of[ACTIVE];  // at most 512 pairs of at most 4096 numbers
     if (PAIRS) {
-        const int token = lane >> 2;
+        const int token = token_of_lane(0, tokens, lane);
 #pragma unroll
-        for (int a = 0; a < ACTIVE; a++) {
-            p[a] = token < tokens ? weight[token * ACTIVE + a] : 0.0f;
-            outputs[a] = y + (token < tokens ? (i64)pair[token * ACTIVE + a] * WIDTH : 0) + 8 * (lane & 3);
-        }
+        for (int a = 0; a < ACTIVE; a++) p[a] = weight[token * ACTIVE + a], place_of[a] = pair[token * ACTIVE + a] * WIDTH + 8 * (lane & 3);
     }
     float d[RT][NT][4];
     clear(d);
-    left.multiply(d, NT, warp, [&](int t, int step) {
-        const int token = 8 * t + (lane >> 2), column = STEP * step + 8 * (lane & 3);
-        if (!PAIRS) return token < tokens ? *(const uint4*)(x + (i64)token * WIDTH + column) : zeros();
+    auto token_of = [&](int t) { return x + (i64)token_of_lane(t, tokens, lane) * WIDTH + 8 * (lane & 3); };
+    ring.multiply(d, NT, token_of, [&](int t, int step, uint4 here) {
+        if (!PAIRS) return here;
         float s[8];
 #pragma unroll
         for (int e = 0; e < 8; e++) s[e] = 0.0f;
-        if (token < tokens) {
 #pragma unroll
-            for (int a = 0; a < ACTIVE; a++) {
-                const float4 v = *(const float4*)(outputs[a] + STEP * step), w = *(const float4*)(outputs[a] + STEP * step + 4);
-                s[0] = fmaf(p[a], v.x, s[0]), s[1] = fmaf(p[a], v.y, s[1]), s[2] = fmaf(p[a], v.z, s[2]), s[3] = fmaf(p[a], v.w, s[3]);
-                s[4] = fmaf(p[a], w.x, s[4]), s[5] = fmaf(p[a], w.y, s[5]), s[6] = fmaf(p[a], w.z, s[6]), s[7] = fmaf(p[a], w.w, s[7]);
-            }
+        for (int a = 0; a < ACTIVE; a++) {
+            const float4 v = *(const float4*)(y + place_of[a] + STEP * step), w = *(const float4*)(y + place_of[a] + STEP * step + 4);
+            s[0] = fmaf(p[a], v.x, s[0]), s[1] = fmaf(p[a], v.y, s[1]), s[2] = fmaf(p[a], v.z, s[2]), s[3] = fmaf(p[a], v.w, s[3]);
+            s[4] = fmaf(p[a], w.x, s[4]), s[5] = fmaf(p[a], w.y, s[5]), s[6] = fmaf(p[a], w.z, s[6]), s[7] = fmaf(p[a], w.w, s[7]);
         }
         if (NORM) {
             float square = four_squares(s[0], s[1], s[2], s[3]) + four_squares(s[4], s[5], s[6], s[7]);
@@ -66,6 +65,7 @@ KERNEL(THREADS, 2) outward(
             square += shuffle_xor(square, 2);
             float* const place = squares + step / 2 * 8 + (lane >> 2);
             if ((lane & 3) == 0) *place = step & 1 ? *place + square : square;
+            const int column = STEP * step + 8 * (lane & 3);
             const float4 a = *(const float4*)(norm + column), b = *(const float4*)(norm + column + 4);
             const float scale[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -73,16 +73,15 @@ KERNEL(THREADS, 2) outward(
         }
         return narrow(s);
     });
-    leave(sums, d, warp, lane);
 #if SECOND
-    if (!BOTH) left2.begin(warp);
-    clear(d);
-    left2.multiply(d, NT, warp, [&](int t, int step) {
-        const int token = 8 * t + (lane >> 2);
-        return token < tokens ? *(const uint4*)(h + (i64)token * SECOND + STEP * step + 8 * (lane & 3)) : zeros();
-    });
-    leave(sums + SUMS, d, warp, lane);
+    float d2[RT][NT][4];
+    clear(d2);
+    ring2.multiply(
+        d2, NT, [&](int t) { return h + (i64)token_of_lane(t, tokens, lane) * SECOND + 8 * (lane & 3); },
+        [&](int, int, uint4 here) { return here; });
+    leave(more, MORE_PART, d2, warp, lane);
 #endif
+    leave(memory, PART, d, warp, lane);
     sync_threads();
 #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -97,8 +96,8 @@ KERNEL(THREADS, 2) outward(
                     all += squares[8 * j + token] + (j + 1 < STEP_PAIRS ? squares[8 * (j + 1) + token] : 0.0f);
                 unit = rsqrt_fast(all * (1.0f / WIDTH) + eps);
             } else if (NORM) unit = factor[token];
-            float sum = unit * sum_of<RT, NT>(sums, r, place);
-            if (SECOND) sum += sum_of<RT, NT>(sums + SUMS, r, place);
+            float sum = unit * sum_of<NT>(memory, PART, r, place);
+            if (SECOND) sum += sum_of<NT>(more, MORE_PART, r, place);
             out[(i64)token * rows + row] = to_bf16(sum);
         }
 }

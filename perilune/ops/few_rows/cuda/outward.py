@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import STEP, TILE_TOKENS, WARPS, sum_bytes
+from perilune.ops.few_rows.kernels import STEP, TILE_TOKENS, WARPS, ring_bytes, sum_bytes
 from perilune.ops.triton.sizes import blocks
 
 PAIR_TILES = 1  # tiles of tokens of which every block adds up the experts' outputs
@@ -16,16 +16,18 @@ PAIR_TILES = 1  # tiles of tokens of which every block adds up the experts' outp
 def kernel(width: int, second: int, active: int, tiles: int, norm: bool) -> Kernel:
     """The kernel for these macros."""
     row_tiles = 1 if tiles == 1 else 2
-    squares = 4 * blocks(width // STEP, 2) * TILE_TOKENS
+    pairs, sums = tiles <= PAIR_TILES, sum_bytes(row_tiles, tiles)
+    turns = max(ring_bytes(width, row_tiles, 0 if pairs else tiles), sums)
+    more = max(ring_bytes(second, row_tiles, tiles), sums) if second else 0
     return Kernel(
         Path(__file__).parent / "outward.cu",
         "outward",
         "P" * 10 + "iif",
         threads=32 * WARPS,
-        shared_bytes=(2 if second else 1) * sum_bytes(row_tiles, tiles) + squares,
+        shared_bytes=turns + more + 4 * blocks(width // STEP, 2) * TILE_TOKENS,
         defines={
             "WIDTH": width, "SECOND": second, "ACTIVE": active, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
-            "PAIRS": int(tiles <= PAIR_TILES), "NORM": int(norm),
+            "PAIRS": int(pairs), "NORM": int(norm),
         },
         early=True,
     )  # fmt: skip

@@ -1,13 +1,14 @@
 // Projections of a few tokens by several matrices of one width: y_s[n] = W_s x'[n].
 //
-// x' is x, or its RMSNorm (the tokens' factor is applied to the sums, so that nothing waits for it), or x sigmoid(gate). With a
-// second operand, y[n] = W x[n] + W2 x2[n] in one sum.
+// x' is x, or its RMSNorm (the tokens' factor is applied to the sums, so that nothing waits for it), or x sigmoid(gate).
 //
-// Macros: WIDTH (columns, a multiple of 32), SECOND (those of the second operand, or 0), SEGMENTS (matrices; one with a second
-// operand), TOKEN_TILES (of 8 tokens), ROW_TILES (of 16 rows in a block), NORM, GATED.
+// Macros: WIDTH (columns, a multiple of 32), SEGMENTS (matrices), TOKEN_TILES (of 8 tokens), ROW_TILES (of 16 rows in a block),
+// NORM, GATED.
 #include "rows.h"
 
-constexpr int NT = TOKEN_TILES, RT = ROW_TILES, STEPS = WIDTH / STEP;
+constexpr int NT = TOKEN_TILES, RT = ROW_TILES;
+typedef Ring<RT, (GATED ? 2 : 1) * NT, WIDTH / STEP> Turns;
+constexpr int PART = Turns::BYTES / WARPS;  // of a warp
 
 template <int S> struct Segments {  // a type of its own for each S: the emulator's libraries share a process
     const bf16* weight[S];  // [rows, WIDTH]
@@ -16,11 +17,10 @@ template <int S> struct Segments {  // a type of its own for each S: the emulato
 };
 
 KERNEL(THREADS, 2) project(
-    Segments<SEGMENTS> segments, const bf16* x, const bf16* gate, const float* __restrict__ norm, const bf16* weight2, const bf16* x2,
-    i64 x_stride, i64 gate_stride, i64 x2_stride, i64 out_stride, int tokens, float eps) {
+    Segments<SEGMENTS> segments, const bf16* x, const bf16* gate, const float* __restrict__ norm, i64 x_stride, i64 gate_stride,
+    i64 out_stride, int tokens, float eps) {
     SHARED(memory);
-    float* const sums = (float*)memory;                     // of every warp
-    float* const squares = sums + WARPS * RT * NT * 128;    // [WARPS][8 NT]
+    float* const squares = (float*)(memory + Turns::BYTES);  // [WARPS][8 NT]
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     let_next_start();
     int segment = 0, first = blockIdx.x * ROWS * RT;
@@ -36,35 +36,32 @@ KERNEL(THREADS, 2) project(
     for (int s = 1; s < SEGMENTS; s++)
         if (segment == s) weight = segments.weight[s], out = segments.out[s], rows = segments.rows[s];
 
-    Matrices<RT, STEPS> left;
+    Turns ring;
+    ring.place(memory, warp, lane);
 #pragma unroll
-    for (int r = 0; r < RT; r++) left.tile(r, weight, WIDTH, first + ROWS * r, rows, lane);
-    left.begin(warp);
-#if SECOND
-    Matrices<RT, SECOND / STEP> left2;
-#pragma unroll
-    for (int r = 0; r < RT; r++) left2.tile(r, weight2, SECOND, first + ROWS * r, rows, lane);
-    left2.begin(warp);
-#endif
+    for (int r = 0; r < RT; r++) ring.tile(r, weight, WIDTH, first + ROWS * r, rows, lane);
+    ring.begin();
     wait_for_earlier();
 
     float d[RT][NT][4], square[NT];
     clear(d);
 #pragma unroll
     for (int t = 0; t < NT; t++) square[t] = 0.0f;
-    left.multiply(d, NT, warp, [&](int t, int step) {
-        const int token = 8 * t + (lane >> 2), column = STEP * step + 8 * (lane & 3);
-        if (token >= tokens) return zeros();
-        const uint4 here = *(const uint4*)(x + token * x_stride + column);
+    auto token_of = [&](int t) -> const bf16* {  // tokens, then their gates
+        const int token = token_of_lane(t % NT, tokens, lane);
+        return (t < NT ? x + token * x_stride : gate + token * gate_stride) + 8 * (lane & 3);
+    };
+    ring.multiply(d, GATED ? 2 * NT : NT, token_of, [&](int t, int step, uint4 here) {
         if (!NORM && !GATED) return here;
         float v[8], w[8];
         widen(v, here);
         if (GATED) {
-            widen(w, *(const uint4*)(gate + token * gate_stride + column));
+            widen(w, *ring.piece(ring.turn_of(step), 2 * RT + NT + t));
 #pragma unroll
             for (int e = 0; e < 8; e++) v[e] *= sigmoid(w[e]);
         }
         if (NORM) {
+            const int column = STEP * step + 8 * (lane & 3);
             const float4 a = *(const float4*)(norm + column), b = *(const float4*)(norm + column + 4);
             const float scale[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -72,13 +69,7 @@ KERNEL(THREADS, 2) project(
         }
         return narrow(v);
     });
-#if SECOND
-    left2.multiply(d, NT, warp, [&](int t, int step) {
-        const int token = 8 * t + (lane >> 2);
-        return token < tokens ? *(const uint4*)(x2 + token * x2_stride + STEP * step + 8 * (lane & 3)) : zeros();
-    });
-#endif
-    leave(sums, d, warp, lane);
+    leave(memory, PART, d, warp, lane);
     if (NORM) {
 #pragma unroll
         for (int t = 0; t < NT; t++) {
@@ -94,7 +85,7 @@ KERNEL(THREADS, 2) project(
         for (int place = thread; place < 128 * NT; place += THREADS) {
             const int row = first + ROWS * r + row_at(place), token = token_at(place);
             if (row >= rows || token >= tokens) continue;
-            float sum = sum_of<RT, NT>(sums, r, place);
+            float sum = sum_of<NT>(memory, PART, r, place);
             if (NORM) {
                 float all = 0.0f;
 #pragma unroll

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, rows_of, sum_bytes, token_tiles
+from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, ring_bytes, rows_of, token_tiles
 from perilune.ops.triton.sizes import blocks
 
 MOST_MATRICES = 6
 
 
 @cache
-def kernel(width: int, second: int, segments: int, tiles: int, norm: bool, gated: bool) -> Kernel:
+def kernel(width: int, segments: int, tiles: int, norm: bool, gated: bool) -> Kernel:
     """The kernel for these macros."""
     row_tiles = 1 if tiles == 1 else 2  # with more tokens a block's reads of x weigh as much as those of its matrix
     return Kernel(
         Path(__file__).parent / "project.cu",
         "project",
-        "P" * (2 * segments) + "i" * segments + "PPPPP" + "qqqq" + "if",
+        "P" * (2 * segments) + "i" * segments + "PPP" + "qqq" + "if",
         threads=32 * WARPS,
-        shared_bytes=sum_bytes(row_tiles, tiles) + 4 * WARPS * TILE_TOKENS * tiles,
+        shared_bytes=ring_bytes(width, row_tiles, (2 if gated else 1) * tiles) + 4 * WARPS * TILE_TOKENS * tiles,
         defines={
-            "WIDTH": width, "SECOND": second, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
+            "WIDTH": width, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
             "NORM": int(norm), "GATED": int(gated),
         },
         early=True,
@@ -40,16 +40,14 @@ def project(
     *,
     norm: tuple[Tensor, float] | None = None,
     gate_NK: Tensor | None = None,
-    second: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
     """W x of each matrix.
 
     Args:
         x_NK: `[N, K]` bfloat16 tokens that `kernels.why_not` lets pass.
-        weights_OK: up to six `[O_s, K]` bfloat16 matrices; one with a second operand.
+        weights_OK: up to six `[O_s, K]` bfloat16 matrices.
         norm: (weight `[K]` float32, eps) of an RMSNorm of x.
         gate_NK: x is multiplied by sigmoid(gate).
-        second: (x2 `[N, K2]`, W2 `[O, K2]`): y = W x + W2 x2.
 
     Returns:
         `[N, O_s]` of each, bfloat16: slices of one tensor whose rows start at multiples of 16 bytes.
@@ -63,15 +61,12 @@ def project(
         places.append(places[-1] + 8 * blocks(size, 8))
     out = torch.empty(tokens, places[-1], dtype=x_NK.dtype, device=x_NK.device)
     outs = [out[:, place : place + size] for place, size in zip(places, sizes)]
-    x2, w2 = (None, None) if second is None else (rows_of(second[0]), second[1])
     gate = None if gate_NK is None else rows_of(gate_NK)
-    run = kernel(
-        width, 0 if x2 is None else x2.shape[1], len(sizes), tiles, norm is not None, gate is not None
-    )  # fmt: skip
+    run = kernel(width, len(sizes), tiles, norm is not None, gate is not None)
     rows = ROWS * run.defines["ROW_TILES"]
     scale, eps = (None, 0.0) if norm is None else norm
     run.launch(
-        (sum(blocks(size, rows) for size in sizes),), *weights_OK, *outs, *sizes, x_NK, gate, scale, w2, x2, x_NK.stride(0),
-        0 if gate is None else gate.stride(0), 0 if x2 is None else x2.stride(0), out.stride(0), tokens, eps,
+        (sum(blocks(size, rows) for size in sizes),), *weights_OK, *outs, *sizes, x_NK, gate, scale, x_NK.stride(0),
+        0 if gate is None else gate.stride(0), out.stride(0), tokens, eps,
     )  # fmt: skip
     return outs
