@@ -7,7 +7,8 @@
 | abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything, always a closed loop |
 
 All of these are our own engine with a part of it switched off: they say what the part is worth, not how other engines do.
-Every request counts from the moment at which the trace wanted it sent.
+Every request counts from the moment at which the trace wanted it sent. A server answers the loads of all scenarios, its cache
+emptied before each, and a few requests before the first, so that nothing is compiled while it is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 from perilune.bench.harness import Row, append, commit, device_name, read, versions
 from perilune.bench.serve_load import Load, Record
-from perilune.bench.serve_process import ServerPlan, ServerProcess
+from perilune.bench.serve_process import ServerPlan, Servers
 from perilune.bench.serve_traces import make_trace
 from perilune.errors import ConfigError
 
@@ -35,8 +36,9 @@ PERCENTILES = (50, 90, 99)
 FIRST_SECONDS = {"short": 1.0, "medium": 4.0, "long": 30.0}
 """Service levels of time to first token; tests of a level are about the share of requests that keep it."""
 EACH_SECONDS = 0.1
-BURST_REQUESTS, BURST_RATE = 160, 5.0
+BURST_REQUESTS, BURST_FASTER = 160, 2.5
 ABORT_REQUESTS = 96
+WARM_UP = 24  # requests before a server's first load
 AIMS = {"burst_p99_short": 1 / 2, "abort_token_all": 1 / 1.12}  # ratios that rows aim at
 
 
@@ -139,29 +141,32 @@ def run(
     began, rows = time.monotonic(), []
     place = url or f"{plan.preset} {plan.dtype}, context {plan.context}"
     known = read(results) if results.exists() else []
-    for name in scenarios:
-        given = load
-        if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
-            given = replace(load, requests=max(load.requests, ABORT_REQUESTS), concurrency=8)
-        if name == "burst" and not load.concurrency:  # a 99th percentile of a few requests says nothing
-            given = replace(load, requests=max(load.requests, BURST_REQUESTS), rate=max(load.rate, BURST_RATE))
-        pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
-        shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
-        had = [
-            row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
-        ]
-        if had and not url:
-            rows += had
-            continue
-        if budget is not None and time.monotonic() - began > budget:
-            break
-        outcomes = _foreign(name, given, url, key) if url else _own(name, given, replace(plan, device=device))
-        if details is not None:
-            write_details(details / f"serve-{name}.json", name, shape, outcomes)
-        for row in rows_of(name, shape, device, outcomes):
-            append(results, row)
-            on_row(row)
-            rows.append(row)
+    with Servers() as servers:
+        for name in scenarios:
+            given = load
+            if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
+                given = replace(load, requests=max(load.requests, ABORT_REQUESTS), concurrency=8)
+            if name == "burst" and not load.concurrency:  # a 99th percentile of a few requests says nothing
+                given = replace(load, requests=max(load.requests, BURST_REQUESTS), rate=BURST_FASTER * load.rate)
+            pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
+            shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
+            had = [
+                row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
+            ]  # fmt: skip
+            if had and not url:
+                rows += had
+                continue
+            if budget is not None and time.monotonic() - began > budget:
+                break
+            outcomes = (
+                _foreign(name, given, url, key) if url else _own(servers, name, given, replace(plan, device=device))
+            )
+            if details is not None:
+                write_details(details / f"serve-{name}.json", name, shape, outcomes)
+            for row in rows_of(name, shape, device, outcomes):
+                append(results, row)
+                on_row(row)
+                rows.append(row)
     return rows
 
 
@@ -169,29 +174,33 @@ def _same(row: Row, device: str) -> bool:
     return row.commit == commit() and not row.commit.endswith("+") and row.device == device_name(device)
 
 
-def _own(name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
-    """Outcomes of ours and of the peer, each on a server of its own that is started for it."""
+def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
+    """Outcomes of ours and of the peer, each on a server of its own."""
 
     def settings(**more: Any) -> ServerPlan:
         return replace(plan, settings=(*plan.settings, *more.items()))
 
     if name == "burst":
-        return {
-            "budgets for each class": _serve(plan, "burst", load),
-            "one queue": _serve(settings(classes=()), "burst", load),
-            "idle": _serve(plan, "idle", load),
+        runs = {
+            "budgets for each class": (plan, "burst"),
+            "one queue": (settings(classes=()), "burst"),
+            "idle": (plan, "idle"),
         }
-    if name == "abort":
-        return {"a tenth leaves": _serve(plan, "chat", load, abort=0.1), "nobody leaves": _serve(plan, "chat", load)}
-    return {
-        "prefix cache": _serve(plan, name, load),
-        "no prefix cache": _serve(settings(prefix_cache=False), name, load),
-    }
-
-
-def _serve(plan: ServerPlan, trace: str, load: LoadPlan, *, abort: float = 0.0) -> Outcome:
-    with ServerProcess(plan) as server:
-        return asyncio.run(drive(server.url, trace, load, abort=abort, admin_url=server.admin_url))
+    elif name == "abort":
+        runs = {"a tenth leaves": (plan, "chat"), "nobody leaves": (plan, "chat")}
+    else:
+        runs = {"prefix cache": (plan, name), "no prefix cache": (settings(prefix_cache=False), name)}
+    for server in servers.start(one for one, _ in runs.values()):
+        warm = LoadPlan(requests=WARM_UP, rate=load.rate, concurrency=8, seed=load.seed + 1)
+        asyncio.run(drive(server.url, "mix", warm, admin_url=server.admin_url))
+    outcomes = {}
+    for label, (one, trace) in runs.items():
+        server = servers.of(one)
+        leave = 0.1 if label == "a tenth leaves" else 0.0
+        outcomes[label] = asyncio.run(
+            drive(server.url, trace, load, abort=leave, admin_url=server.admin_url, empty=True)
+        )
+    return outcomes
 
 
 def _foreign(name: str, load: LoadPlan, url: str, key: str) -> dict[str, Outcome]:
@@ -200,9 +209,10 @@ def _foreign(name: str, load: LoadPlan, url: str, key: str) -> dict[str, Outcome
 
 
 async def drive(
-    url: str, trace: str, load: LoadPlan, *, abort: float = 0.0, key: str = "", admin_url: str | None = None
-) -> Outcome:
-    """Run a trace against a server; with an admin port, watch its pages meanwhile."""
+    url: str, trace: str, load: LoadPlan, *, abort: float = 0.0, key: str = "", admin_url: str | None = None,
+    empty: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run a trace against a server; with an admin port, watch its pages meanwhile, and with `empty` begin without any."""
     import httpx
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request would bury the rows
@@ -212,6 +222,8 @@ async def drive(
         context = card.get("max_model_len", 8192)
         warm = {"model": card["id"], "prompt": [1, 2, 3], "max_tokens": 4}
         await client.post(url + "/v1/completions", json=warm)
+        if empty:
+            await client.post(f"{admin_url}/admin/reset_prefix_cache", json={})
         asks = make_trace(trace, load.requests, load.rate, seed=load.seed, context=context, vocabulary=256, abort=abort)
         runner = Load(asks, url, model=card["id"], context=context, key=key, concurrency=load.concurrency)
         pages: list[tuple[float, list[dict[str, Any]]]] = []

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +41,39 @@ class ServerPlan:
     threads: int = 0
     max_waiting: int = 1024
     settings: tuple[tuple[str, Any], ...] = ()
+
+
+class Servers:
+    """One server for each plan, started when it is first needed and ended with the context. One that waits costs nothing, and
+    starting one takes longer than many loads."""
+
+    def __init__(self) -> None:
+        self._running: dict[ServerPlan, ServerProcess] = {}
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._running.values():
+            server.__exit__()
+
+    def start(self, plans: Iterable[ServerPlan]) -> list[ServerProcess]:
+        """Start those that do not run, together; returns those that it started.
+
+        Raises:
+            CapacityError: one did not start.
+        """
+        new = [plan for plan in dict.fromkeys(plans) if plan not in self._running]
+        with ThreadPoolExecutor(max(1, len(new))) as starters:
+            started = [starters.submit(ServerProcess, plan) for plan in new]
+        for plan, server in zip(new, started):
+            if server.exception() is None:
+                self._running[plan] = server.result()
+        return [server.result() for server in started]
+
+    def of(self, plan: ServerPlan) -> ServerProcess:
+        """The server of a plan that was started."""
+        return self._running[plan]
 
 
 class ServerProcess:
@@ -88,7 +123,8 @@ def main(plan: ServerPlan) -> None:
 
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    model = init_weights(Transformer(preset(plan.preset)).to(plan.device), 0)
+    with torch.device(plan.device):
+        model = init_weights(Transformer(preset(plan.preset)), 0, device=plan.device)
     compute_in(model.eval(), {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype])
     settings = EngineSettings(**dict(plan.settings))
     engine = LocalEngine(model, ByteTokenizer(), name=plan.preset, context_length=plan.context, settings=settings)

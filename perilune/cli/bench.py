@@ -35,7 +35,7 @@ class BenchFlags:
         api_key: serve only: of that server.
         preset: engine and serve only: of the model with random weights; empty = nano on a CPU, mini on a GPU.
         requests: serve only: of a trace.
-        rate: serve only: arrivals a second.
+        rate: serve only: arrivals a second; 0 = 2 on a CPU, 8 on a GPU.
         concurrency: serve only: clients that ask one request after the other, instead of arrivals by time; 0 = by time.
         seed: serve only: of the trace.
         plots: folder for pictures; of kernels and train the times beside their bounds and the ratios to peers, of cache
@@ -56,7 +56,7 @@ class BenchFlags:
     api_key: str = ""
     preset: str = ""
     requests: int = 32
-    rate: float = 2.0
+    rate: float = 0.0
     concurrency: int = 0
     seed: int = 0
     plots: Path | None = None
@@ -100,11 +100,15 @@ def _serve(flags: BenchFlags, results: Path, on_row: Callable[[Row], None]) -> l
     from perilune.bench.serve_process import ServerPlan
 
     scenarios = serve.SCENARIOS if flags.trace == ("all",) else flags.trace
+    on_gpu = flags.device == "cuda"
     load = serve.LoadPlan(
-        requests=flags.requests, rate=flags.rate, concurrency=flags.concurrency, seed=flags.seed
+        requests=flags.requests, rate=flags.rate or (8.0 if on_gpu else 2.0), concurrency=flags.concurrency, seed=flags.seed
     )  # fmt: skip
-    preset = flags.preset or ("mini" if flags.device == "cuda" else "nano")
-    plan = ServerPlan(preset=preset, dtype="bf16" if flags.device == "cuda" else "fp32", threads=flags.threads)
+    # Several servers share a GPU: none of them may take most of its memory for its cache.
+    plan = ServerPlan(
+        preset=flags.preset or ("mini" if on_gpu else "nano"), dtype="bf16" if on_gpu else "fp32", threads=flags.threads,
+        settings=(("cache_bytes", 2**33),) if on_gpu else (),
+    )  # fmt: skip
     rows = serve.run(
         flags.device, flags.budget or None, scenarios, load, plan, url=flags.url.rstrip("/"), key=flags.api_key,
         results=results, details=flags.plots, on_row=on_row,
