@@ -15,7 +15,7 @@ Rows (random weights, greedy, no HTTP; `bench serve` measures whole requests):
   stopped. What was computed for the stopped ones counts as lost.
 - `scheduler_step_…`: planning and settling a decoding step of 64 sequences, at two lengths; no model.
 
-`extra` has the ratio or the milliseconds that a row aims at, as `target_ratio` and `target_ms`.
+On a GPU the prefix has 400K tokens, and rows of the host alone are left out. `extra` has the ratio or the milliseconds that a row aims at, as `target_ratio` and `target_ms`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 
 from perilune.bench import engine_loads as loads
-from perilune.bench import engine_prefix
+from perilune.bench import engine_prefix, engine_waits
 from perilune.bench.engine_driver import model_of
 from perilune.bench.engine_waits import Waits
 from perilune.bench.harness import Case, Measurable, Row, run_suite
 from perilune.bench.kimi_linear import import_peer
 from perilune.errors import ConfigError
+from perilune.model import Transformer
 
 BATCHES = (1, 8, 32)
 
@@ -84,17 +85,26 @@ def cases(model_name: str, device: str) -> Iterator[Measurable]:
         name="engine_together_b8", shape=f"{model_name}, prompts of 20 to 62 tokens", peer="a pass for each",
         make=lambda: (loads.together(model, one_pass=True), loads.together(model, one_pass=False)),
     )  # fmt: skip
-    yield from engine_prefix.rows(model_name, device, engine_prefix.CPU if device == "cpu" else engine_prefix.GPU)
-    yield Waits(model=model, context=loads.CONTEXT, goal=0.5)
+    on_cpu = device == "cpu"
+    yield from engine_prefix.rows(model_name, device, engine_prefix.CPU if on_cpu else engine_prefix.GPU)
+    yield Waits(model=model, sizes=engine_waits.CPU if on_cpu else engine_waits.GPU, goal=0.5)
+    answers = 60 if on_cpu else 20
+    aborts = Case(
+        name="engine_aborts", peer="nothing stopped",
+        shape=f"{model_name}, {answers} whole answers of 16 to 32 tokens to 200, every tenth request stopped",
+        make=lambda: tuple(loads.load(model, stops=stops, answers=answers) for stops in (True, False)),
+    )  # fmt: skip
+    yield Aimed(case=aborts, target_ratio=1 / 1.12)
+    if on_cpu:
+        yield from _on_the_host(model, model_name)
+
+
+def _on_the_host(model: Transformer, model_name: str) -> Iterator[Measurable]:
+    """Rows that say the same on every device, or take too long where a pass is all launches."""
     yield Case(
         name="engine_short_in_burst", shape=f"{model_name}, 60 tokens behind 4 × 3000",
         make=lambda: (loads.burst_of(model, True), loads.burst_of(model, False)), peer="without class budgets",
     )  # fmt: skip
-    aborts = Case(
-        name="engine_aborts", shape=f"{model_name}, 60 whole answers of 16 to 32 tokens to 200, every tenth request stopped",
-        make=lambda: (loads.load(model, stops=True), loads.load(model, stops=False)), peer="nothing stopped",
-    )  # fmt: skip
-    yield Aimed(case=aborts, target_ratio=1 / 1.12)
     for tokens in (1024, 65536):
         rows = loads.ROWS_OF_SCHEDULER
         case = Case(

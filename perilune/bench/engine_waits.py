@@ -23,19 +23,41 @@ from perilune.bench.harness import Row, commit, device_name, versions
 from perilune.model import Transformer
 from perilune.serve.schedule import Limits, Sequence, service_classes
 
-SHORT, LONG = 60, 3000
-ROUNDS, EACH = 6, 25
-GAP = 8.0  # mean time between two arrivals, in times of a short prompt's own step
+SHORT = 60  # tokens
+EACH = 25  # short prompts of a condition in a round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the load.
+
+    Attributes:
+        long: tokens of a long prompt.
+        step_tokens: of a step.
+        context: decides the classes.
+        rounds: of all conditions in turn.
+        gap: mean time between two arrivals, in times of a short prompt's own step.
+    """
+
+    long: int
+    step_tokens: int
+    context: int
+    rounds: int
+    gap: float
+
+
+CPU = Sizes(long=3000, step_tokens=512, context=8192, rounds=6, gap=8.0)
+GPU = Sizes(long=60_000, step_tokens=8192, context=131072, rounds=2, gap=3.0)
 
 
 class _Condition:
     """An engine with or without budgets and long prompts, and what its short ones have waited."""
 
-    def __init__(self, model: Transformer, *, budgets: bool, busy: bool, context: int) -> None:
-        classes = service_classes(context) if budgets else ONE_CLASS
-        limits = Limits(sequences=8, step_tokens=512, chunk=512, classes=classes)
-        self.driver = Driver(model, pages_of(model, 8 * (LONG + 512), 16), limits)
-        self.model, self.busy = model, busy
+    def __init__(self, model: Transformer, sizes: Sizes, *, budgets: bool, busy: bool) -> None:
+        classes = service_classes(sizes.context) if budgets else ONE_CLASS
+        limits = Limits(sequences=8, step_tokens=sizes.step_tokens, chunk=sizes.step_tokens, classes=classes)
+        self.driver = Driver(model, pages_of(model, 8 * (sizes.long + 512), 16), limits)
+        self.model, self.sizes, self.busy = model, sizes, busy
         self.waits: list[float] = []
         self._long: list[Sequence] = []
         self._seeds = iter(range(1, 1 << 30))
@@ -77,7 +99,7 @@ class _Condition:
                 sequence = driver.add(ids)
                 waiting[sequence.name] = (sequence, due)
             while self.busy and len(self._long) < 2:
-                self._long.append(driver.add(self._prompt(LONG)))
+                self._long.append(driver.add(self._prompt(self.sizes.long)))
             if driver.scheduler.idle:
                 time.sleep(max(0.0, arrivals[0][0] - time.perf_counter()))
                 continue
@@ -100,28 +122,32 @@ class Waits:
 
     Attributes:
         model: served.
-        context: decides the classes.
+        sizes: of the load.
         goal: ratio that is aimed at.
     """
 
     model: Transformer
-    context: int
+    sizes: Sizes
     goal: float
     name: str = "engine_short_p99"
-    shape: str = f"{SHORT} tokens at random moments, always two prompts of {LONG} at work"
+
+    @property
+    def shape(self) -> str:
+        """The load."""
+        return f"{SHORT} tokens at random moments, always two prompts of {self.sizes.long} at work"
 
     def measure(self, device: str, samples: int) -> Row:
         """Run all conditions in turns."""
         conditions = {
-            "budgets": _Condition(self.model, budgets=True, busy=True, context=self.context),
-            "idle": _Condition(self.model, budgets=True, busy=False, context=self.context),
-            "one_queue": _Condition(self.model, budgets=False, busy=True, context=self.context),
+            "budgets": _Condition(self.model, self.sizes, budgets=True, busy=True),
+            "idle": _Condition(self.model, self.sizes, budgets=True, busy=False),
+            "one_queue": _Condition(self.model, self.sizes, budgets=False, busy=True),
         }
         idle = conditions["idle"]
-        gap = GAP * statistics.median(idle.alone() for _ in range(9))
+        gap = self.sizes.gap * statistics.median(idle.alone() for _ in range(9))
         conditions["budgets"].run(EACH, gap)  # the engine learns its pace
         conditions["budgets"].waits.clear()
-        for _ in range(ROUNDS):
+        for _ in range(self.sizes.rounds):
             for label, condition in conditions.items():
                 condition.run(EACH if label != "one_queue" else EACH // 5, gap)
         ours, theirs = conditions["budgets"].waits, idle.waits

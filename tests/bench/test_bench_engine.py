@@ -48,11 +48,11 @@ def test_first_tokens_behind_a_prefix(monkeypatch):
 
 
 def test_waits_are_those_of_all_short_prompts(model, monkeypatch):
-    monkeypatch.setattr(engine_waits, "ROUNDS", 1)
     monkeypatch.setattr(engine_waits, "EACH", 5)
-    monkeypatch.setattr(engine_waits, "LONG", 300)
-    row = engine_waits.Waits(model=model, context=256, goal=0.5).measure("cpu", 1)
+    sizes = engine_waits.Sizes(long=300, step_tokens=512, context=256, rounds=1, gap=8.0)
+    row = engine_waits.Waits(model=model, sizes=sizes, goal=0.5).measure("cpu", 1)
     assert row.samples == 5 and row.ours_ms == row.extra["budgets_p99_ms"] and row.peer_ms == row.extra["idle_p99_ms"]
+    assert row.extra["long_price"] > 0
 
 
 def test_rows_say_what_they_aim_at():
