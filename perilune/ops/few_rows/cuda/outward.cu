@@ -36,6 +36,7 @@ KERNEL(THREADS, 2) outward(
     for (int r = 0; r < RT; r++) ring2.tile(r, down, SECOND, first + ROWS * r, rows, lane);
     ring2.begin();
 #endif
+    if (NORM && PAIRS) prefetch_floats(norm, WIDTH);
     wait_for_earlier();
 
     float p[ACTIVE];

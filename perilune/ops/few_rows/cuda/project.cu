@@ -41,6 +41,7 @@ KERNEL(THREADS, 2) project(
 #pragma unroll
     for (int r = 0; r < RT; r++) ring.tile(r, weight, WIDTH, first + ROWS * r, rows, lane);
     ring.begin();
+    if (NORM) prefetch_floats(norm, WIDTH);
     wait_for_earlier();
 
     float d[RT][NT][4], square[NT];

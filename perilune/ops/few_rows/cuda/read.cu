@@ -7,6 +7,11 @@ KERNEL(READERS, 1) read(
     SHARED(memory);
     const i64 token = blockIdx.x;
     let_next_start();
+    for (int at = 32 * threadIdx.x; at < WIDTH; at += 32 * READERS) {  // parameters come into the cache meanwhile
+        prefetch(score_weight + at);
+        if (HAS_QUERY) prefetch(query + at);
+        if (HAS_NORM) prefetch(norm + at);
+    }
     wait_for_earlier();
     read_token(
         sources, Reading{delta, delta_stride, score_weight, query, norm, eps, norm_eps}, token, (float*)memory,

@@ -37,6 +37,11 @@ template <bool GATE, bool UP> DEVICE float gated_unit(float a, float b, float be
     return left * opened * right;
 }
 
+// A block: `count` floats come into the cache. For parameters, before the wait for earlier kernels.
+DEVICE void prefetch_floats(const float* p, int count) {
+    for (int at = 32 * threadIdx.x; at < count; at += 32 * THREADS) prefetch(p + at);
+}
+
 DEVICE uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 DEVICE void widen(float (&x)[8], uint4 v) {
     x[0] = low_half(v.x), x[1] = high_half(v.x), x[2] = low_half(v.y), x[3] = high_half(v.y);

@@ -186,6 +186,9 @@ KERNEL(THREADS, 1) decode(
     };
 
     let_next_start();
+    // Parameters of the first pair come into the cache meanwhile.
+    for (int c = thread; c < CHANNELS; c += THREADS)
+        if (c % 8 == 0) prefetch(conv_weight + channel_of(c, blockIdx.x % heads) * TAPS);
     if (RANK && warp < TILES) prefetch(decay_up + (i64)(blockIdx.x % heads * K + 16 * warp + lane / 2) * RANK + lane % 2 * (RANK / 2));
     wait_for_earlier();
     int program = blockIdx.x, stage = 0;
