@@ -13,12 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perilune.ops.top_p import top_p_cutoff
 from perilune.serve.request import SamplingParams
 from perilune.serve.staging import to_device
-
-SHORTLISTS = (128, 2048)
-"""Largest logits looked at before a row is sorted as a whole: a peaked model reaches top_p well within them. Whether it does
-is a number that the host has to see, so it is done where that costs nothing: on a CPU."""
 
 
 def kept_weights(logits_NZ: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -46,7 +43,7 @@ def kept_weights(logits_NZ: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if nucleus:
         index = to_device(nucleus, device)
         goal_N1 = weights_NZ[index].cumsum(-1, dtype=torch.float64)[:, -1:] * top_p_N1[index]
-        least_N1 = top_p_cutoff(logits_NZ[index], scale_N1[index], goal_N1, () if logits_NZ.is_cuda else SHORTLISTS)
+        least_N1 = top_p_cutoff(logits_NZ[index], scale_N1[index], goal_N1)
         weights_NZ = weights_NZ.masked_fill(logits_NZ < _cutoff(logits_NZ, index, least_N1), 0.0)
     if any(p.min_p > 0.0 for p in params):
         weights_NZ = weights_NZ.masked_fill(weights_NZ < min_p_N1.to(weights_NZ.dtype), 0.0)
@@ -56,43 +53,6 @@ def kept_weights(logits_NZ: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _cutoff(logits_NZ: Tensor, index: Tensor, values_I1: Tensor) -> Tensor:
     """Cut-offs of some rows, [N, 1]; the others keep everything."""
     return torch.full_like(logits_NZ[:, :1], -math.inf).index_copy_(0, index, values_I1)
-
-
-def top_p_cutoff(logits_NZ: Tensor, scale_N1: Tensor, goal_N1: Tensor, shortlists: Sequence[int]) -> Tensor:
-    """Smallest logit of the nucleus, [N, 1].
-
-    Masses are fp64 sums, in a fixed order, of the weights exp((l - max) * scale).
-
-    Args:
-        logits_NZ: of rows with a nucleus.
-        scale_N1: one over their temperatures.
-        goal_N1: masses that the nuclei must reach, fp64.
-        shortlists: how many of the largest logits are tried before all of them; the host waits for each try.
-    """
-    vocab = logits_NZ.shape[-1]
-    cutoff_N1 = torch.empty_like(logits_NZ[:, :1])
-    left = None  # rows whose cut-off is not found yet; None = all
-    for size in (size for size in shortlists if size < vocab):
-        some = slice(None) if left is None else left
-        value_NS = logits_NZ[some].topk(size, dim=-1).values
-        short_N1 = _short_of_goal(value_NS, scale_N1[some], goal_N1[some])
-        found_N = short_N1[:, 0] < size
-        left = torch.arange(len(logits_NZ)) if left is None else left
-        cutoff_N1[left[found_N]] = value_NS.gather(-1, short_N1.clamp_max(size - 1))[found_N]
-        left = left[~found_N]
-        if not len(left):
-            return cutoff_N1
-    some = slice(None) if left is None else left
-    value_NZ = logits_NZ[some].sort(-1, descending=True).values
-    short_N1 = _short_of_goal(value_NZ, scale_N1[some], goal_N1[some])
-    cutoff_N1[some] = value_NZ.gather(-1, short_N1.clamp_max(vocab - 1))
-    return cutoff_N1
-
-
-def _short_of_goal(value_NS: Tensor, scale_N1: Tensor, goal_N1: Tensor) -> Tensor:
-    """Tokens before the one that reaches the goal, [N, 1], among the largest logits in descending order."""
-    mass_NS = torch.exp((value_NS - value_NS[:, :1]) * scale_N1).cumsum(-1, dtype=torch.float64)
-    return (mass_NS < goal_N1).sum(-1, keepdim=True)
 
 
 def pick(weights_NZ: Tensor, numbers_N: NDArray) -> Tensor:

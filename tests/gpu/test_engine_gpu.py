@@ -12,6 +12,7 @@ import torch
 from perilune.config.presets import nano
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
+from perilune.ops.top_p import by_lists, top_p_cutoff
 from perilune.serve.answer import Answer
 from perilune.serve.engine import JobEnd
 from perilune.serve.local_engine import LocalEngine
@@ -203,13 +204,22 @@ def test_neither_a_draw_nor_a_step_waits_for_the_device():
     assert len(watched) > 20
 
 
-def test_a_cutoff_by_a_sort_on_the_device_is_that_of_the_host():
+def test_a_nucleus_is_that_of_the_host():
+    """The cut-off by the kernel equals that of a sort, and draws are those of the host."""
+    torch.manual_seed(0)
     logits_BZ = torch.randn(6, 160_000)
     logits_BZ[::2] *= 6
+    logits_BZ[3] = (logits_BZ[3] * 4).round() / 4  # ties
+    there, scale_B1 = logits_BZ.cuda(), torch.tensor([[1.0], [0.5], [2.0], [1.0], [1.0], [0.7]], device="cuda")
+    mass_B1 = torch.exp((there - there.amax(-1, keepdim=True)) * scale_B1).sum(-1, True, dtype=torch.float64)
+    for share in (0.01, 0.5, 0.95, 0.9999):
+        assert torch.equal(
+            top_p_cutoff(there, scale_B1, share * mass_B1), by_lists(there, scale_B1, share * mass_B1, ())
+        )
     params = [SamplingParams(seed=row, top_p=p) for row, p in enumerate((0.5, 0.9, 0.95, 0.99, 0.3, 0.8))]
     drawn = []
-    for there in (logits_BZ, logits_BZ.cuda()):
+    for logits in (logits_BZ, there):
         rows = [SamplingRow(one) for one in params]
-        drawn.append([[one.token_id for one in start_draw(rows, there).read()] for _ in range(20)])
+        drawn.append([[one.token_id for one in start_draw(rows, logits).read()] for _ in range(20)])
     same = sum(a == b for ours, theirs in zip(*drawn) for a, b in zip(ours, theirs))
     assert same >= 118, f"{same} of 120 draws agree; exp and sums round differently"

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.bool: "*i1", torch.int16: "*i16", torch.uint8: "*u8",
+    torch.bool: "*i1", torch.int16: "*i16", torch.uint8: "*u8", torch.float64: "*fp64",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 _DIVISIBLE = [["tt.divisibility", 16]]
