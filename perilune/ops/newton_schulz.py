@@ -21,6 +21,7 @@ from torch import Tensor
 from perilune.ops.choice import Choice, forced
 from perilune.ops.native.blas import sgemm_address, why_no_blas, why_not_plain
 from perilune.ops.native.build import load, unavailable_reason
+from perilune.ops.triton.available import choose as choose_triton
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NORM_FLOOR = 1e-7  # a zero matrix (no gradient, or a shard of padding) stays zero instead of becoming 0/0
@@ -84,11 +85,32 @@ def iterate(x_BMN: Tensor, steps: int = 5, coefficients: tuple[float, float, flo
     if steps and x_BMN.is_cuda and long >= GRAM_RATIO * short:
         return gram_form(x_BMN.mT, steps, coefficients).mT if tall else gram_form(x_BMN, steps, coefficients)
     x = x_BMN
+    if _symmetric(x):
+        from perilune.ops.triton.newton_schulz import symmetric
+
+        x = x.contiguous()
+        for _ in range(steps):
+            gram = symmetric(x)
+            factor = symmetric(gram, gram, identity=a, of_added=b, of_products=c)
+            x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
+        return x
     for _ in range(steps):
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
     return x
+
+
+def _symmetric(x_BMN: Tensor) -> bool:
+    """Whether a kernel makes the two symmetric products of a step: bfloat16 on a GPU, or where Triton is demanded."""
+    if x_BMN.dtype is not torch.bfloat16 and forced() != "triton":
+        return False
+    choice = choose_triton(x_BMN)
+    if choice is None or choice.implementation != "triton":
+        return False
+    from perilune.ops.triton.newton_schulz import obstacle
+
+    return obstacle(x_BMN) is None
 
 
 def gram_form(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:

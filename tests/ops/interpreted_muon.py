@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from perilune.ops.choice import force
+from perilune.ops.newton_schulz import iterate
+from perilune.ops.triton.newton_schulz import obstacle, symmetric
 from perilune.optim.groups import Cut
 from perilune.optim.muon import Muon
 
@@ -37,3 +39,34 @@ def test_steps_equal_the_plain_ones(scaled: bool) -> None:
         ends.append({n: p.detach() for n, p in params.items()} | {f"{n}.momentum": m for n, m in muon.momentum.items()})
     for name, plain in ends[0].items():
         torch.testing.assert_close(ends[1][name], plain, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 72), (2, 72, 40), (2, 96, 32), (1, 64, 64), (2, 8, 24)])
+def test_symmetric_products(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    tall = shape[1] > shape[2]
+    if tall and shape[1] % 32:
+        assert "steps of 32 rows" in (obstacle(x) or "")
+        return
+    assert obstacle(x) is None
+    gram = symmetric(x)
+    right = x.double().mT @ x.double() if tall else x.double() @ x.double().mT
+    torch.testing.assert_close(gram.double(), right, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gram, gram.mT, rtol=1e-5, atol=1e-4)
+    found = symmetric(gram, gram, identity=3.0, of_added=-2.0, of_products=0.5)
+    exact = (
+        3.0 * torch.eye(gram.shape[1], dtype=torch.float64) - 2.0 * gram.double() + 0.5 * gram.double() @ gram.double()
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_iteration_equals_the_plain_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 40, 72), (2, 64, 40)):
+        x = torch.nn.functional.normalize(torch.randn(shape).flatten(1), dim=1).view(shape)
+        with force("triton"):
+            got = iterate(x)
+        with force("torch"):
+            plain = iterate(x)
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
