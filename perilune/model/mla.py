@@ -35,6 +35,7 @@ from perilune.ops.sigmoid_gate import sigmoid_gate
 ABSORBED_TOKENS = 8
 # Keys and values that are rebuilt at once; with longer caches heads take turns. 400K tokens of 16 heads of 96 and 64: 2.9 GB.
 EXPANDED_BYTES = 2**32
+JOINT_TOKENS = 16384  # of caches whose keys and values are rebuilt by `expand_joint`, on a GPU
 
 
 class GatedMLA(nn.Module):
@@ -111,9 +112,28 @@ class GatedMLA(nn.Module):
         width = mla.qk_nope_head_dim + mla.v_head_dim + mla.qk_head_dim
         each = entries_BSC.shape[:2].numel() * width * entries_BSC.element_size()
         at_once = max(1, min(mla.num_heads, EXPANDED_BYTES // max(1, each)))
+        joint = entries_BSC.is_cuda and entries_BSC.shape[1] >= JOINT_TOKENS and type(self.kv_b_proj) is Linear
         for first in range(0, mla.num_heads, at_once):
             heads = slice(first, first + at_once)
-            yield heads, *self.expand(*latent_and_shared, None if at_once == mla.num_heads else heads)
+            if joint:
+                yield heads, *self.expand_joint(entries_BSC, heads)
+            else:
+                yield heads, *self.expand(*latent_and_shared, None if at_once == mla.num_heads else heads)
+
+    def expand_joint(self, entries_BSC: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """`expand` of some heads as one product: its matrix hands each head a copy of the shared channels, so that keys are
+        written once, where they are read. More arithmetic, but less memory traffic: of long caches it takes half the time."""
+        mla = self.mla
+        up_k, up_v = (up[heads] for up in self._up_projections(entries_BSC.dtype))
+        keys, wide = mla.qk_head_dim, mla.cache_width
+        joint_HoC = up_k.new_zeros(len(up_k), keys + mla.v_head_dim, wide)
+        joint_HoC[:, : mla.qk_nope_head_dim, : mla.kv_lora_rank] = up_k
+        joint_HoC[:, mla.qk_nope_head_dim : keys, mla.kv_lora_rank :] = torch.eye(
+            mla.qk_rope_head_dim, dtype=up_k.dtype, device=up_k.device
+        )
+        joint_HoC[:, keys:, : mla.kv_lora_rank] = up_v
+        both = linear(entries_BSC, joint_HoC.flatten(0, 1)).unflatten(-1, (len(up_k), -1))
+        return both[..., :keys], both[..., keys:]
 
     def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Key and value up-projections `[H, n, L]` and `[H, V, L]`."""

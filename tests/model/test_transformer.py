@@ -222,3 +222,12 @@ def test_mistakes_are_named():
     starts[0, 3] = True
     with pytest.raises(RequestError, match="not both"):
         model(ids, model.new_state(2), Segments.from_starts(starts))
+
+
+@pytest.mark.parametrize("heads", [slice(0, 2), slice(1, 2)], ids=["all", "one"])
+def test_keys_and_values_of_one_product(heads):
+    mla = next(block.mixer for block in random_model().layers if type(block.mixer).__name__ == "GatedMLA")
+    entries_BSC = torch.randn(2, 7, mla.mla.cache_width, dtype=torch.float64)
+    latent_and_shared = entries_BSC.split((mla.mla.kv_lora_rank, mla.mla.qk_rope_head_dim), dim=-1)
+    for joint, expected in zip(mla.expand_joint(entries_BSC, heads), mla.expand(*latent_and_shared)):
+        torch.testing.assert_close(joint, expected[:, :, heads], rtol=1e-12, atol=1e-12)
