@@ -91,7 +91,7 @@ def _step_ms(engine: LocalEngine, batch: int, seed: int) -> StepTime:
 def _busy_ms(engine: LocalEngine) -> float:
     """What the engine's thread has worked so far."""
     totals = engine.core.totals
-    return 1e3 * (totals.scheduler_seconds + totals.step_seconds - totals.wait_seconds)
+    return 1e3 * (totals.host_seconds - totals.wait_seconds)
 
 
 def _replay_ms(engine: LocalEngine, batch: int) -> float:

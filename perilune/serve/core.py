@@ -56,6 +56,11 @@ class Totals:
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    @property
+    def host_seconds(self) -> float:
+        """All that the thread did for steps, waiting included."""
+        return self.scheduler_seconds + self.step_seconds
+
 
 class EngineCore(EngineThread):
     """Scheduler, cache and runner, and the thread that drives them.
@@ -178,17 +183,17 @@ class EngineCore(EngineThread):
         if plan is None:
             return None
         self._note_started(plan, began)
-        flight = Flight(plan)
+        flight, settling = Flight(plan), self.totals.host_seconds
         if plan.prefill and self._flights and not self._flights[-1].plan.prefill:
             self.settle()  # its launch takes longer than a step of decoding: tell first what there is to tell
-            planned = time.perf_counter()
+        self.totals.overlapped += bool(self._flights)
         try:
             for _ in plan.stages if self.runner.launches else plan.stages[:1]:
                 self._launch_stage(flight)
         except Exception as error:
             flight.error = error
-        self.totals.overlapped += bool(self._flights)
-        self.totals.step_seconds += time.perf_counter() - planned
+        settling = self.totals.host_seconds - settling  # of steps before this one, which has been counted
+        self.totals.step_seconds += time.perf_counter() - planned - settling
         return flight
 
     def _launch_stage(self, flight: Flight) -> None:
