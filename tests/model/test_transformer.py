@@ -226,7 +226,7 @@ def test_mistakes_are_named():
 
 @pytest.mark.parametrize("heads", [slice(0, 2), slice(1, 2)], ids=["all", "one"])
 def test_keys_and_values_of_one_product(heads):
-    mla = next(block.mixer for block in random_model().layers if type(block.mixer).__name__ == "GatedMLA")
+    mla = next(block.mixer for block in random_model(tiny()).layers if type(block.mixer).__name__ == "GatedMLA")
     entries_BSC = torch.randn(2, 7, mla.mla.cache_width, dtype=torch.float64)
     latent_and_shared = entries_BSC.split((mla.mla.kv_lora_rank, mla.mla.qk_rope_head_dim), dim=-1)
     for joint, expected in zip(mla.expand_joint(entries_BSC, heads), mla.expand(*latent_and_shared)):
