@@ -11,7 +11,7 @@ from perilune.config import OptimConfig
 from perilune.config.presets import small
 from perilune.data.loader import Batch
 from perilune.model import Transformer, init_weights
-from perilune.ops import newton_schulz
+from perilune.ops import narrow, newton_schulz
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda
 from perilune.ops.kda.gpu.padded_plan import Room
@@ -77,8 +77,9 @@ def test_recorded_steps_are_the_steps_themselves(documents: bool, optim: str) ->
             if number == WARM_UP + 1:
                 with torch.no_grad():
                     steps.model.eval()
-                    batch_loss(steps.model, micro[0])
+                    seen.append(float(batch_loss(steps.model, micro[0]).nats))
                     steps.model.train()
+        assert not any(hasattr(p, narrow.ATTRIBUTE) for p in steps.model.parameters()), "weights moved under their copies"
         assert steps.reason == (None if record else "switched off")
         assert bool(steps._recordings) is record
         results.append(seen)
