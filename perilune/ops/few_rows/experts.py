@@ -27,6 +27,7 @@ from perilune.ops.triton.sizes import blocks, power_of_two
 
 MOST_EXPERTS, MOST_ACTIVE, MOST_WIDTH = 1024, 16, 4096
 ROUTED_EXPERTS = 256  # that every block of the hidden values can route among,
+FEW_PAIRS = 32  # (token, expert) pairs up to which a block takes one tile of a matrix, beyond two
 ROUTED_TOKENS = 2  # for at most so many tokens: of more there are too many blocks
 
 
@@ -66,19 +67,22 @@ def experts(
     h_PF = torch.empty(pairs, size, dtype=z_NL.dtype, device=device)
     y_PL = torch.empty(pairs, width, device=device)
     tiles, unit = token_tiles(tokens), unit_macros(caps)
+    each = 1 if pairs <= FEW_PAIRS else 2
     routes = count, k, min(MOST_ROWS, power_of_two(tokens)), renormalize
     in_every_block = count <= ROUTED_EXPERTS and tokens <= ROUTED_TOKENS
     if not in_every_block:
         route.route(route.kernel(*routes), logits_NE, bias_E, weight_NA, pair_NA, list_X4, scaling_factor)
     run = hidden.kernel(
-        width, size, tiles, bool(unit["GATE_CAPPED"]), bool(unit["UP_CAPPED"]), in_every_block,
+        width, size, each, tiles, bool(unit["GATE_CAPPED"]), bool(unit["UP_CAPPED"]), in_every_block,
         *(routes if in_every_block else (0, 0, 0, False)),
     )  # fmt: skip
     run.launch(
-        (blocks(size, ROWS), len(list_X4)), z_NL, list_X4, w1_EFL, w3_EFL, h_PF, logits_NE, bias_E, weight_NA, pair_NA,
+        (blocks(size, ROWS * each), len(list_X4)), z_NL, list_X4, w1_EFL, w3_EFL, h_PF, logits_NE, bias_E, weight_NA, pair_NA,
         z_NL.stride(0), tokens, scaling_factor, *unit_numbers(caps),
     )  # fmt: skip
-    output.kernel(size, width, tiles).launch((blocks(width, ROWS), len(list_X4)), h_PF, list_X4, w2_ELF, y_PL)
+    output.kernel(size, width, each, tiles).launch(
+        (blocks(width, ROWS * each), len(list_X4)), h_PF, list_X4, w2_ELF, y_PL
+    )
     return Outputs(y_PL, weight_NA, pair_NA)
 
 

@@ -17,7 +17,19 @@ from perilune.ops.kda.cuda import prepare
 PACKAGE = Path(perilune.__file__).parent
 SOURCE = '#include "device.h"\nKERNEL(64, 1) f(float* a, int n) { a[threadIdx.x] = n * FACTOR; }\n'
 SOURCES = sorted(PACKAGE.rglob("*.cu"))
-SIZES = {"key_dim": 128, "value_dim": 128, "width": 128, "bins": 1000, "extra": 1, "hidden": 96, "latent": 64, "second": 64, "shared": 64}  # others: 4
+SIZES = {
+    "key_dim": 128,
+    "value_dim": 128,
+    "width": 128,
+    "bins": 1000,
+    "extra": 1,
+    "hidden": 96,
+    "latent": 64,
+    "second": 64,
+    "shared": 64,
+    "units": 2,
+    "rows": 2,
+}  # others: 4
 FLAGS = (False, True)
 
 

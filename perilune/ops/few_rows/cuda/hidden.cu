@@ -1,17 +1,17 @@
-// Hidden values of (token, expert) pairs, h = glu(W1 x, W3 x): a block takes 16 units of one expert for all tokens that chose it.
+// Hidden values of (token, expert) pairs, h = glu(W1 x, W3 x): a block takes some units of one expert for all tokens that chose it.
 //
 // ROUTES: every block finds the routes by itself, and the first one writes them down for the kernels that follow; where there are
 // few experts that takes less time than a kernel of its own would.
 //
-// Macros: WIDTH (columns, a multiple of 32), HIDDEN (units), TOKEN_TILES (of 8 tokens), GATE_CAPPED, UP_CAPPED, ROUTES; with it
-// those of route.h, EXPERTS at most 256.
+// Macros: WIDTH (columns, a multiple of 32), HIDDEN (units), UNIT_TILES (of 16 units, in a block), TOKEN_TILES (of 8 tokens),
+// GATE_CAPPED, UP_CAPPED, ROUTES; with it those of route.h, EXPERTS at most 256.
 #include "rows.h"
 #if ROUTES
 #include "route.h"
 #endif
 
-constexpr int NT = TOKEN_TILES;
-typedef Ring<2, NT, WIDTH / STEP> Turns;
+constexpr int NT = TOKEN_TILES, UT = UNIT_TILES;
+typedef Ring<2 * UT, NT, WIDTH / STEP> Turns;
 constexpr int PART = Turns::BYTES / WARPS;
 
 // The number of the n-th lowest bit that is set, of some that are.
@@ -24,7 +24,7 @@ KERNEL(THREADS, 2) hidden(
     const bf16* x, uint4* list, const bf16* w1, const bf16* w3, bf16* h, const float* logits, const float* __restrict__ bias, float* weight,
     int* pair, i64 x_stride, int tokens, float scaling, float beta, float linear_beta) {
     SHARED(memory);
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS, place_of_block = blockIdx.y;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * UT, place_of_block = blockIdx.y;
     let_next_start();
     wait_for_earlier();
 #if ROUTES
@@ -52,22 +52,27 @@ KERNEL(THREADS, 2) hidden(
     const i64 matrix = (i64)entry.x * HIDDEN * WIDTH;
     Turns ring;
     ring.place(memory, warp, lane);
-    ring.tile(0, w1 + matrix, WIDTH, first, HIDDEN, lane);
-    ring.tile(1, w3 + matrix, WIDTH, first, HIDDEN, lane);
+#pragma unroll
+    for (int u = 0; u < UT; u++) {
+        ring.tile(2 * u, w1 + matrix, WIDTH, first + ROWS * u, HIDDEN, lane);
+        ring.tile(2 * u + 1, w3 + matrix, WIDTH, first + ROWS * u, HIDDEN, lane);
+    }
     ring.begin();
     const bf16* row[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++)
         row[t] = 8 * t < count ? x + nth_bit(entry.y, token_of_lane(t, count, lane)) * x_stride + 8 * (lane & 3) : x;
-    float d[2][NT][4];
+    float d[2 * UT][NT][4];
     clear(d);
     ring.multiply(d, (count + 7) / 8, [&](int t) { return row[t]; }, [&](int, int, uint4 here) { return here; });
     leave(memory, PART, d, warp, lane);
     sync_threads();
-    for (int place = thread; place < 128 * NT; place += THREADS) {
-        const int unit = first + row_at(place), token = token_at(place);
-        if (unit >= HIDDEN || token >= count) continue;
-        const float a = sum_of<NT>(memory, PART, 0, place), b = sum_of<NT>(memory, PART, 1, place);
-        h[(i64)(entry.z + token) * HIDDEN + unit] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(a, b, beta, linear_beta));
-    }
+#pragma unroll
+    for (int u = 0; u < UT; u++)
+        for (int place = thread; place < 128 * NT; place += THREADS) {
+            const int unit = first + ROWS * u + row_at(place), token = token_at(place);
+            if (unit >= HIDDEN || token >= count) continue;
+            const float a = sum_of<NT>(memory, PART, 2 * u, place), b = sum_of<NT>(memory, PART, 2 * u + 1, place);
+            h[(i64)(entry.z + token) * HIDDEN + unit] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(a, b, beta, linear_beta));
+        }
 }

@@ -12,7 +12,7 @@ from perilune.ops.few_rows.kernels import WARPS, ring_bytes
 
 @cache
 def kernel(
-    width: int, hidden: int, tiles: int, gate_capped: bool, up_capped: bool, routes: bool, experts: int, active: int,
+    width: int, hidden: int, units: int, tiles: int, gate_capped: bool, up_capped: bool, routes: bool, experts: int, active: int,
     tokens: int, renormalize: bool,
 ) -> Kernel:  # fmt: skip
     """The kernel for these macros; without `routes` the last four do not matter."""
@@ -22,9 +22,9 @@ def kernel(
         "hidden",
         "P" * 9 + "qifff",
         threads=32 * WARPS,
-        shared_bytes=max(ring_bytes(width, 2, tiles), table),
+        shared_bytes=max(ring_bytes(width, 2 * units, tiles), table),
         defines={
-            "WIDTH": width, "HIDDEN": hidden, "TOKEN_TILES": tiles, "GATE_CAPPED": int(gate_capped), "UP_CAPPED": int(up_capped),
+            "WIDTH": width, "HIDDEN": hidden, "UNIT_TILES": units, "TOKEN_TILES": tiles, "GATE_CAPPED": int(gate_capped), "UP_CAPPED": int(up_capped),
             "ROUTES": int(routes),
         } | (route.macros(experts, active, tokens, renormalize) if routes else {}),
         early=True,

@@ -1,15 +1,15 @@
-// Outputs of (token, expert) pairs, y = W2 h in float32: a block takes 16 rows of one expert for all of its pairs.
+// Outputs of (token, expert) pairs, y = W2 h in float32: a block takes some rows of one expert for all of its pairs.
 //
-// Macros: WIDTH (columns, a multiple of 32), OUT (rows), TOKEN_TILES (of 8 pairs).
+// Macros: WIDTH (columns, a multiple of 32), OUT (rows), ROW_TILES (of 16 rows, in a block), TOKEN_TILES (of 8 pairs).
 #include "rows.h"
 
-constexpr int NT = TOKEN_TILES;
-typedef Ring<1, NT, WIDTH / STEP> Turns;
+constexpr int NT = TOKEN_TILES, RT = ROW_TILES;
+typedef Ring<RT, NT, WIDTH / STEP> Turns;
 constexpr int PART = Turns::BYTES / WARPS;
 
 KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, float* y) {
     SHARED(memory);
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * RT;
     let_next_start();
     wait_for_earlier();
     const uint4 entry = list[blockIdx.y];
@@ -17,17 +17,20 @@ KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, floa
     if (count == 0) return;
     Turns ring;
     ring.place(memory, warp, lane);
-    ring.tile(0, w2 + (i64)entry.x * OUT * WIDTH, WIDTH, first, OUT, lane);
+#pragma unroll
+    for (int r = 0; r < RT; r++) ring.tile(r, w2 + (i64)entry.x * OUT * WIDTH, WIDTH, first + ROWS * r, OUT, lane);
     ring.begin();
-    float d[1][NT][4];
+    float d[RT][NT][4];
     clear(d);
     ring.multiply(
         d, (count + 7) / 8, [&](int t) { return h + (i64)(entry.z + token_of_lane(t, count, lane)) * WIDTH + 8 * (lane & 3); },
         [&](int, int, uint4 here) { return here; });
     leave(memory, PART, d, warp, lane);
     sync_threads();
-    for (int place = thread; place < 128 * NT; place += THREADS) {
-        const int row = first + row_at(place), pair = token_at(place);
-        if (row < OUT && pair < count) y[(i64)(entry.z + pair) * OUT + row] = sum_of<NT>(memory, PART, 0, place);
-    }
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+        for (int place = thread; place < 128 * NT; place += THREADS) {
+            const int row = first + ROWS * r + row_at(place), pair = token_at(place);
+            if (row < OUT && pair < count) y[(i64)(entry.z + pair) * OUT + row] = sum_of<NT>(memory, PART, r, place);
+        }
 }

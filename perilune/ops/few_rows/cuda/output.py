@@ -10,9 +10,9 @@ from perilune.ops.few_rows.kernels import WARPS, ring_bytes
 
 
 @cache
-def kernel(hidden: int, width: int, tiles: int) -> Kernel:
+def kernel(hidden: int, width: int, rows: int, tiles: int) -> Kernel:
     """The kernel for matrices of `width` rows and `hidden` columns."""
     return Kernel(
-        Path(__file__).parent / "output.cu", "output", "PPPP", threads=32 * WARPS, shared_bytes=ring_bytes(hidden, 1, tiles),
-        defines={"WIDTH": hidden, "OUT": width, "TOKEN_TILES": tiles}, early=True,
+        Path(__file__).parent / "output.cu", "output", "PPPP", threads=32 * WARPS, shared_bytes=ring_bytes(hidden, rows, tiles),
+        defines={"WIDTH": hidden, "OUT": width, "ROW_TILES": rows, "TOKEN_TILES": tiles}, early=True,
     )  # fmt: skip

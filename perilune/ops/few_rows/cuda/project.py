@@ -14,24 +14,31 @@ from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, ring_bytes, 
 from perilune.ops.triton.sizes import blocks
 
 MOST_MATRICES = 6
+MANY_TILES = 1024  # of 16 matrix rows, some for each multiprocessor
 
 
 @cache
-def kernel(width: int, segments: int, tiles: int, norm: bool, gated: bool) -> Kernel:
-    """The kernel for these macros."""
-    row_tiles = 1 if tiles == 1 else 2  # with more tokens a block's reads of x weigh as much as those of its matrix
+def kernel(width: int, segments: int, rows: int, tiles: int, norm: bool, gated: bool) -> Kernel:
+    """The kernel for these macros; rows: tiles of them in a block."""
     return Kernel(
         Path(__file__).parent / "project.cu",
         "project",
         "P" * (2 * segments) + "i" * segments + "PPP" + "qqq" + "if",
         threads=32 * WARPS,
-        shared_bytes=ring_bytes(width, row_tiles, (2 if gated else 1) * tiles) + 4 * WARPS * TILE_TOKENS * tiles,
+        shared_bytes=ring_bytes(width, rows, (2 if gated else 1) * tiles) + 4 * WARPS * TILE_TOKENS * tiles,
         defines={
-            "WIDTH": width, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
+            "WIDTH": width, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": rows,
             "NORM": int(norm), "GATED": int(gated),
         },
         early=True,
     )  # fmt: skip
+
+
+def row_tiles(matrix_tiles: int, tiles: int) -> int:
+    """Tiles of rows for a block: more where matrices are large or tokens many, since every block reads all tokens."""
+    if matrix_tiles >= MANY_TILES:
+        return 4
+    return 2 if tiles > 1 or 2 * matrix_tiles >= MANY_TILES else 1
 
 
 def project(
@@ -62,8 +69,8 @@ def project(
     out = torch.empty(tokens, places[-1], dtype=x_NK.dtype, device=x_NK.device)
     outs = [out[:, place : place + size] for place, size in zip(places, sizes)]
     gate = None if gate_NK is None else rows_of(gate_NK)
-    run = kernel(width, len(sizes), tiles, norm is not None, gate is not None)
-    rows = ROWS * run.defines["ROW_TILES"]
+    each = row_tiles(sum(blocks(size, ROWS) for size in sizes), tiles)
+    run, rows = kernel(width, len(sizes), each, tiles, norm is not None, gate is not None), ROWS * each
     scale, eps = (None, 0.0) if norm is None else norm
     run.launch(
         (sum(blocks(size, rows) for size in sizes),), *weights_OK, *outs, *sizes, x_NK, gate, scale, x_NK.stride(0),
