@@ -15,7 +15,10 @@ from perilune.ops import narrow, newton_schulz
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda
 from perilune.ops.kda.gpu.padded_plan import Room
+from perilune.ops.linear import linears
+from perilune.ops.mla.keys import keys_and_values
 from perilune.ops.moe.quantile import QuantileHistogram
+from perilune.ops.sigmoid_gate import sigmoid_gate
 from perilune.optim.build import Optimizer
 from perilune.train.inputs import Form
 from perilune.train.recorded import WARM_UP, Steps
@@ -79,7 +82,9 @@ def test_recorded_steps_are_the_steps_themselves(documents: bool, optim: str) ->
                     steps.model.eval()
                     seen.append(float(batch_loss(steps.model, micro[0]).nats))
                     steps.model.train()
-        assert not any(hasattr(p, narrow.ATTRIBUTE) for p in steps.model.parameters()), "weights moved under their copies"
+        assert not any(hasattr(p, narrow.ATTRIBUTE) for p in steps.model.parameters()), (
+            "weights moved under their copies"
+        )
         assert steps.reason == (None if record else "switched off")
         assert bool(steps._recordings) is record
         results.append(seen)
@@ -189,6 +194,40 @@ def test_kda_in_tables_with_room(target: int, bound: float | None) -> None:
         scale = float(a.float().abs().max())
         far = float((a.float() - b.float()).abs().max()) / scale
         assert far < (2e-2 if target == 2 else 1e-5), f"{name}: {far}"
+
+
+def gradients(function, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Values and gradients under fixed cotangents."""
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    out = function(*inputs)
+    out = out if isinstance(out, tuple) else (out,)
+    draw = torch.Generator("cuda").manual_seed(1)
+    cotangents = [torch.randn(x.shape, device="cuda", generator=draw).to(x.dtype) for x in out]
+    return [x.detach() for x in out] + list(torch.autograd.grad(out, inputs, cotangents))
+
+
+@pytest.mark.parametrize("name", ["gate", "narrow_gate", "keys", "projections"])
+def test_what_training_fuses_is_as_exact_as_torch(name: str) -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=draw).to(dtype)
+
+    wide = normal(3, 70, 48)
+    function, inputs = {
+        "gate": (sigmoid_gate, (normal(3, 70, 520, dtype=torch.float32), normal(3, 70, 520))),
+        "narrow_gate": (sigmoid_gate, (normal(3, 70, 520), normal(3, 70, 520))),
+        "keys": (lambda kv, r: keys_and_values(kv, r, 64), (normal(3, 70, 5, 144), wide[..., 16:])),
+        "projections": (linears, (normal(3, 70, 128), *(normal(n, 128, dtype=torch.float32) for n in (256, 64, 8)))),
+    }[name]
+    ours, again = (gradients(function, *inputs) for _ in range(2))
+    with force("torch"):
+        exact = gradients(function, *(x.double() for x in inputs))
+        plain = gradients(function, *inputs)
+    for got, twice, truth, other in zip(ours, again, exact, plain, strict=True):
+        assert torch.equal(got, twice)
+        error, theirs = (float((x.double() - truth).norm() / truth.norm()) for x in (got, other))
+        assert error <= 1.05 * theirs + 1e-6, (name, got.shape, error, theirs)
 
 
 @pytest.mark.parametrize("shape", [(40, 512, 512), (9, 320, 256), (7, 96, 384), (12, 64, 512)])
