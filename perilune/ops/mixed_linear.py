@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from perilune.ops.choice import forced
 from perilune.ops.narrow import in_dtype
 
 
@@ -26,6 +27,7 @@ def takes(x: Tensor, weight_OI: Tensor) -> bool:
         and torch.is_grad_enabled()
         and (x.requires_grad or weight_OI.requires_grad)
         and type(weight_OI) in (Tensor, Parameter)
+        and forced() not in ("torch", "reference")
         and not torch.compiler.is_compiling()
     )
 
