@@ -24,7 +24,7 @@ PROMPT, NEW = 32, 64  # tokens of the row beside transformers
 def decode(model: Transformer, batch: int, length: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A decoding step of the engine, and one of the bare model."""
     limits = Limits(sequences=batch, step_tokens=1 << 16, chunk=1 << 16, classes=ONE_CLASS)
-    bench = Driver(model, pages_of(model, 2 * batch * length, batch), limits)
+    bench = Driver(model, pages_of(model, 2 * batch * length, batch), limits, ahead=True)
     lengths = [length // 2 + index * length // (2 * batch) for index in range(batch)]
     sequences = [bench.add(random_ids(model, count, seed)) for seed, count in enumerate(lengths)]
     while any(sequence.drawn < 2 for sequence in sequences):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from perilune.bench import engine, engine_loads, engine_prefix, engine_waits
+from perilune.bench import engine, engine_driver, engine_loads, engine_prefix, engine_waits
 from perilune.bench.engine_driver import model_of
 from perilune.bench.harness import Case
 from perilune.errors import ConfigError
+from perilune.serve.schedule import Limits
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,19 @@ def test_loads(model, stops):
 
 def test_scheduling(model):
     engine_loads.scheduler_step(40)()
+
+
+def test_an_engine_that_runs_ahead_says_the_same(model, monkeypatch):
+    said = []
+    for ahead in (True, False):
+        monkeypatch.setattr(engine_driver, "pays_off", lambda device, ahead=ahead: ahead)
+        limits = Limits(sequences=3, classes=engine_driver.ONE_CLASS)
+        driver = engine_driver.Driver(model, engine_driver.pages_of(model, 400, 3), limits, ahead=True)
+        sequences = [driver.add(engine_driver.random_ids(model, length, length)) for length in (20, 31, 44)]
+        while any(sequence.drawn < 12 for sequence in sequences):
+            driver.step()
+        said.append([sequence.ids[sequence.prompt :][:12] for sequence in sequences])
+    assert said[0] == said[1]
 
 
 def test_first_tokens_behind_a_prefix(monkeypatch):
