@@ -23,8 +23,18 @@ from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, chunk_kda_states
 from perilune.ops.kda.decode import kda_decode_step
 from perilune.ops.kda.verify import Projections, kda_verify_step
+from perilune.ops.linear import gated_linear, linears, normed_linear
 from perilune.ops.mla import attend, attend_cached
-from perilune.ops.moe import mlp_decode, moe_decode, routed_experts, router
+from perilune.ops.mla.append import append_latents
+from perilune.ops.moe import (
+    MixtureWeights,
+    layer_decode,
+    layer_obstacle,
+    mlp_decode,
+    moe_decode,
+    routed_experts,
+    router,
+)
 from perilune.ops.moe.quantile import QuantileHistogram
 from perilune.ops.mx import PackedWeight, fake_quantize, pack, packed_experts, quantize_mxfp4, quantize_mxfp8
 from perilune.ops.segments import Segments
@@ -323,6 +333,53 @@ def experts_of_a_few_tokens():
         return [routed, shared]
 
     return x, run
+
+
+@case
+def projections_of_a_few_rows():
+    x = {"x": normal(11, 160), "gate": normal(11, 160), "scale": normal(160, dtype=torch.float32), "w": normal(50, 160),
+         "v": normal(2, 160), "pool": normal(4, 3, 48), "kv": normal(2, 48), "latent": normal(32, dtype=torch.float32)}  # fmt: skip
+
+    def run(x: Inputs) -> list[Tensor]:
+        place = torch.tensor([2, 0], device="cuda"), torch.tensor([1, 2], device="cuda")
+        append_latents(x["kv"], x["latent"], 1e-5, x["pool"], *place)
+        return [
+            *linears(x["x"], x["w"], x["v"]), normed_linear(x["x"], x["scale"], 1e-5, x["w"]),
+            gated_linear(x["x"], x["gate"], x["w"]), x["pool"],
+        ]  # fmt: skip
+
+    return x, torch.no_grad()(run)
+
+
+def layer_case(tokens: int) -> tuple[Inputs, Function]:
+    """A whole layer with experts, behind a read over depth."""
+    wide = torch.float32
+    x = {"a": normal(tokens, 64), "b": normal(tokens, 64), "c": normal(tokens, 64), "weight": normal(64, dtype=wide, scale=0.1),
+         "query": normal(64, dtype=wide), "scale": normal(64, dtype=wide), "router": normal(20, 64, dtype=wide),
+         "bias": normal(20, dtype=wide, scale=0.1), "down": normal(32, 64), "up": normal(64, 32), "norm": normal(32, dtype=wide),
+         "w1": normal(20, 96, 32), "w3": normal(20, 96, 32), "w2": normal(20, 32, 96),
+         "gate_proj": normal(96, 64), "up_proj": normal(96, 64), "down_proj": normal(64, 96)}  # fmt: skip
+
+    def run(x: Inputs) -> list[Tensor]:
+        out, live = read([x["a"]], x["b"], x["c"], x["weight"], 1e-5, x["scale"], 1e-5, x["query"])
+        weights = MixtureWeights(
+            x["router"], x["bias"], x["down"], x["up"], (x["norm"], 1e-5), (x["w1"], x["w3"], x["w2"]),
+            (x["gate_proj"], x["up_proj"], x["down_proj"]),
+        )  # fmt: skip
+        assert layer_obstacle(out, weights, 3) is None
+        return [out, live, layer_decode(out, weights, 3)]
+
+    return x, torch.no_grad()(run)
+
+
+@case
+def layer_of_one_token():
+    return layer_case(1)
+
+
+@case
+def layer_of_a_few_tokens():
+    return layer_case(19)
 
 
 @case

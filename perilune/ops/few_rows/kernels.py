@@ -25,6 +25,8 @@ def why_not(x_NK: Tensor, *weights_OK: Tensor) -> str | None:
         return f"the kernels of few rows take 1 to {MOST_ROWS} tokens, not {tokens}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_NK, *weights_OK)):
         return "the kernels of few rows have no backward, and a gradient is wanted"
+    if torch.compiler.is_compiling():
+        return "the call is being traced by torch.compile"
     if (reason := unavailable_reason(x_NK.device)) is not None:
         return reason
     for weight in weights_OK:

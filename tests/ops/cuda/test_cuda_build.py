@@ -69,9 +69,10 @@ def cached(tmp_path: Path) -> list[Path]:
 @needs_nvrtc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
 def test_every_kernel_compiles(source: Path) -> None:
-    """For the GPU that it is written for."""
+    """For the GPU that it is written for; one that begins early waits for the kernels before it."""
     for built in kernels(source):
         cubin, _ = built.compiled()
+        assert not built.early or "wait_for_earlier();" in source.read_text()
         assert cubin[:4] == b"\x7fELF" and built.entry.encode() in cubin
 
 
