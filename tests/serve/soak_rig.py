@@ -70,16 +70,18 @@ class Server:
 
     Args:
         folder: of its disk tier.
+        overlap: whether its engine plans steps ahead, as on a GPU.
 
     Attributes:
         url, admin_url: where it listens.
         log: its last lines of standard error.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, overlap: bool) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "soak_server.py"), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            [sys.executable, str(HERE / "soak_server.py"), str(folder), *(["overlap"] if overlap else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.log: deque[str] = deque(maxlen=2000)
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -64,9 +64,11 @@ class Faults:
         os._exit(9)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, overlap: bool) -> None:
     """Serve until a signal."""
-    settings = EngineSettings(unit=4, cache_bytes=0, host_bytes=HOST_BYTES, disk=folder, disk_bytes=DISK_BYTES)
+    settings = EngineSettings(
+        unit=4, cache_bytes=0, host_bytes=HOST_BYTES, disk=folder, disk_bytes=DISK_BYTES, overlap=overlap
+    )
     engine = tiny_engine(context_length=CONTEXT, settings=settings, dtype=torch.float64)
     faults = Faults(engine)
 
@@ -81,4 +83,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), overlap="overlap" in sys.argv[2:])

@@ -89,7 +89,9 @@ class Soak:
     def _start(self) -> Server:
         self.memory.append([])
         self.counts = None  # of the engine, in its last quiet moment
-        return Server(self.folder)
+        overlap = (len(self.memory) - 1) // len(ENDINGS) % 2 == 1  # the last and longest, and some that end in each way
+        self.seen["lives that plan ahead"] += overlap
+        return Server(self.folder, overlap=overlap)
 
     def live(self, seconds: float, ending: str) -> None:
         """A life of the server: rounds for so long, at least one; then its end, and the start of the next."""
