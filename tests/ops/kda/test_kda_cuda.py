@@ -46,7 +46,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Te
     return whole[GUARD : GUARD + size].view(shape), whole
 
 
-def run(x: Inputs, s: Setting, device: str) -> Prepared:
+def run(x: Inputs, s: Setting, device: str, whole: bool = True) -> Prepared:
     """Run the kernel; everything is written, and nothing beside it."""
     x = x.to(device)
     assert stage.unsuitable(x.q, x.k, x.g, x.beta, s) is None
@@ -55,7 +55,7 @@ def run(x: Inputs, s: Setting, device: str) -> Prepared:
     made = [guarded(shape, torch.bfloat16, device) for shape in (rows, rows, rows, square, square)]
     made += (guarded((chunks, heads, size), torch.float32, device) for size in (key_dim, CHUNK))
     out = Prepared(*(view for view, _ in made))
-    stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out)
+    stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out, whole)
     for view, whole in made:
         assert whole.isnan().sum() == whole.numel() - view.numel() + view.isnan().sum()
         assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), "wrote beside an output"
@@ -72,6 +72,20 @@ def check(x: Inputs, s: Setting, device: str, **limits: float) -> None:
 @pytest.mark.parametrize("lengths", [(64, 37), (1, 16, 33, 32, 63)])
 def test_ragged_chunks(key_dim: int, lengths: tuple[int, ...], device: str) -> None:
     check(inputs(lengths, key_dim=key_dim), setting(), device)
+
+
+def test_blocks_above_the_diagonal_are_left_out(device: str) -> None:
+    """Those alone, for the kernels that do not read them."""
+    for x in (inputs(), inputs(key_dim=64)):
+        part, every = run(x, setting(), device, whole=False), run(x, setting(), device)
+        block = torch.arange(CHUNK, device=device) // 16
+        above = block[:, None] < block
+        for name in Prepared._fields:
+            a, b = getattr(part, name), getattr(every, name)
+            if name in ("P", "A"):
+                assert a[..., above].isnan().all() and (b[..., above] == 0).all(), name
+                a, b = a[..., ~above], b[..., ~above]
+            assert torch.equal(a, b), name
 
 
 def test_value_heads_share_a_key_head(device: str) -> None:
@@ -106,6 +120,17 @@ def test_gates_at_their_ends(logit: float, device: str) -> None:
     x = inputs()
     x.g = torch.full_like(x.g, logit)
     check(x, setting(), device)
+
+
+def test_a_gate_that_opens(device: str) -> None:
+    """Some 2^-60 is left of what came before, in rows whose shift is up to 2^115: neither may take the other out of range."""
+    x = inputs()
+    x.g[:32], x.g[32:64] = -0.5, -40.0
+    x = replace(x, dt_bias=None)
+    got, truth = run(x, setting(), device), expected(x, setting())
+    for name in ("Qd", "Kd"):
+        a, b = getattr(got, name)[0, :, 32:].cpu().double(), getattr(truth, name)[0, :, 32:]
+        assert (a - b).norm() <= LIMITS[name] * b.norm(), name
 
 
 def test_half_the_channels_closed(device: str) -> None:

@@ -13,7 +13,8 @@
 // 2. A warp has 16 rows and half the channels, a thread 8 neighbouring channels of every 32 in two of the rows: as these lie
 //    for loads and stores of 16 bytes, they are the tensor cores' left operand too, if the channels of a product are counted
 //    in that order. Left operands take the place of q and k, keys (the right operands) that of the running sums.
-// 3. P by four warps, L by the other four; P leaves from registers (keys are counted so that a thread holds 8 neighbours).
+// 3. P by four warps, L by the other four; P leaves from registers (keys are counted so that a thread holds 8 neighbours), its
+//    diagonal as the product of q and k in float.
 // 4. (I + L)^-1: four warps invert a diagonal block of 16 each by substitution in float32 (no series: traps T02), then find
 //    16 columns of the inverse each by block substitution, transposed so that a product's result is the next one's left
 //    operand. Products in three tf32 parts, as exact as float32.
@@ -25,7 +26,8 @@
 
 // q, k [tokens, heads / group, K], g [tokens, heads, K], beta [tokens, heads] by strides in elements; a_log [heads] and
 // dt_bias [heads, K] float or null; chunks [chunks, 2], first token and tokens. Outputs [chunks, heads, ...]; rows of no
-// token are 0, of A those of the unit matrix. shift: half the bound, in bits a step.
+// token are 0, of A those of the unit matrix. Of P and A, which are lower, only blocks of 16 on and below the diagonal are
+// written unless WHOLE. shift: half the bound, in bits a step.
 KERNEL(THREADS, BLOCKS)
 prepare(
     const bf16* __restrict__ q, const bf16* __restrict__ k, const void* __restrict__ g, const void* __restrict__ beta,
@@ -37,6 +39,7 @@ prepare(
     SHARED(memory);
     float* const beta_of = (float*)(memory + BETA);
     float* const norms = (float*)(memory + NORMS);
+    float* const diagonal = (float*)(memory + DIAGONAL);
     int* const shifts = (int*)(memory + SHIFTS);
     float* const ends = (float*)(memory + ENDS);
     float* const factors = (float*)(memory + FACTORS);
@@ -44,8 +47,9 @@ prepare(
     float* const square = (float*)(memory + ROWS);
 
     const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31, i = lane >> 2, t = lane & 3;
-    const i64 program = blockIdx.x;
-    const int chunk = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads, shared_head = (u32)head / (u32)group;
+    // The last chunks first: what the scan reads first is then still in the L2 cache.
+    const u32 program = gridDim.x - 1 - blockIdx.x;
+    const int chunk = program / (u32)heads, head = program % (u32)heads, shared_head = (u32)head / (u32)group;
     const i64 start = chunks[2 * chunk];
     const int count = chunks[2 * chunk + 1];
 
@@ -88,32 +92,34 @@ prepare(
                 if (fabsf(b) < LEAST_BETA) b = LEAST_BETA;
             }
             beta_of[r] = b;
-            betas[program * CHUNK + r] = b;
+            betas[(i64)program * CHUNK + r] = b;
         }
         copy_wait<0>();
         sync_warp();
-#pragma unroll 1
-        for (int x = 0; x < 2; x++) {
-            float norm[2] = {1.0f, 1.0f};
-            if (flags & L2_NORM) norms_of(norm, memory + ROWS + x * ROWS_OF_K, row, t);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float q_norm, k_norm, both;
+            const int r = row + 8 * h;
+            products_of(q_norm, k_norm, both, memory + ROWS, r, t, flags & L2_NORM);
             if (t == 0) {
-                norms[x * CHUNK + row] = x ? norm[0] : scale * norm[0];
-                norms[x * CHUNK + row + 8] = x ? norm[1] : scale * norm[1];
+                norms[r] = scale * q_norm;
+                norms[CHUNK + r] = k_norm;
+                diagonal[r] = both * (scale * q_norm) * k_norm;
             }
         }
     }
     sync_threads();
-    if (thread < K) gamma[program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
+    if (thread < K) gamma[(i64)program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
 
     // Steps 2 and 3: 16 rows, of which this thread has `row` and row + 8.
     const int tile = warp >> 2, row = 16 * (warp >> 1) + i;
     const Rows own = {memory, row, (warp & 1) * (GROUPS / 2), t};
-    const i64 first = program * (CHUNK * K) + row * K + 32 * own.group + 8 * t;
+    const i64 first = (i64)program * (CHUNK * K) + row * K + 32 * own.group + 8 * t;
     if (tile) own.times_factors<true>(Qd, Kd, Kr, first);
     else own.times_factors<false>(Qd, Kd, Kr, first);
     sync_threads();
 
-    const bool of_keys = warp & 1;
+    const bool of_keys = (warp ^ warp >> 2) & 1;  // the inverse, a quarter of all instructions, on every scheduler of warps alike
     const u8* const rows = memory + ROWS + (of_keys ? ROWS_OF_K : 0);
     const float* const first_key = sums + (8 * (i >> 1) + (i & 1)) * SUM_STRIDE + 8 * t;
     float near[4][4], far[4][4];
@@ -138,9 +144,13 @@ prepare(
             before[c] = tile ? far[c / 2][2 * h + c % 2] : 0.0f;
         }
         if (!of_keys) {
-            bf16* const out = P + program * (CHUNK * CHUNK) + (row + 8 * h) * CHUNK + 8 * t;
-            store_once(out + TILE * tile, pack8(inside));
-            store_once(out + TILE * (1 - tile), pack8(before));
+            const float exact = diagonal[row + 8 * h];
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                if (8 * t + c == r) inside[c] = exact;
+            bf16* const out = P + (i64)program * (CHUNK * CHUNK) + (row + 8 * h) * CHUNK + 8 * t;
+            if (t / 2 <= (warp >> 1 & 1) || flags & WHOLE) store_once(out + TILE * tile, pack8(inside));
+            if (tile || flags & WHOLE) store_once(out + TILE * (1 - tile), pack8(before));
         } else {
             const float row_beta = beta_of[row + 8 * h];
             float* const out = square + (row + 8 * h) * L_STRIDE + 8 * t;
@@ -159,5 +169,5 @@ prepare(
     // Step 4, four warps.
     invert_block(square + 16 * (warp >> 1) * (L_STRIDE + 1), lane);
     barrier_sync(2, THREADS / 2);
-    store_columns(memory, A + program * (CHUNK * CHUNK), warp >> 1, lane);
+    store_columns(memory, A + (i64)program * (CHUNK * CHUNK), warp >> 1, lane, flags & WHOLE);
 }

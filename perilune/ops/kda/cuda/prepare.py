@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes of a load
 FARTHEST = 2**25  # bytes between tokens, of which 64 are counted in 32 bits
 _FAR = "the CUDA kernel takes tokens that lie less than 32 MiB apart"
 LOG2E = 1.4426950408889634
-_L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT = 1, 2, 4, 8
+_L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT, _WHOLE = 1, 2, 4, 8, 16
 
 
 @cache
@@ -41,7 +41,7 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
 def _shared_bytes(key_dim: int) -> int:
     """As laid out in prepare.cu."""
     sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
-    return 896 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
+    return 1152 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
@@ -80,9 +80,12 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str
 
 def run(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, chunks: Tensor,
-    s: Setting, out: Prepared,
+    s: Setting, out: Prepared, whole: bool,
 ) -> None:  # fmt: skip
-    """Fill `out`. q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`; chunks as in `Plan`."""
+    """Fill `out`. q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`; chunks as in `Plan`.
+
+    Of P and A blocks of 16 above the diagonal only if `whole`; the serial CUDA kernels do not read them.
+    """
     heads, key_dim = g.shape[1:]
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (A_log, dt_bias))
     flags = (
@@ -90,6 +93,7 @@ def run(
         | _GATE * (s.gate == 1)
         | _BETA_SIGMOID * s.beta_sigmoid
         | _BETA_FLOAT * (beta.dtype == torch.float32)
+        | _WHOLE * whole
     )
     strides = [x.stride() for x in (q, k, g, beta)]
     kernel(key_dim, g.dtype == torch.float32).launch(

@@ -2,7 +2,11 @@
 #pragma once
 #include "prepare_layout.h"
 
-// A left operand, 16x16, in two parts: high carries 11 bits, low the next 11.
+// The upper 11 bits of a float, as a tf32; what is left has 13 more, of which a product takes 11.
+DEVICE u32 high_part(float x) { return bits(x) & 0xffffe000u; }
+DEVICE u32 low_part(float x, u32 high) { return bits(x - from_bits(high)); }
+
+// A left operand, 16x16, in these two parts.
 struct Split {
     u32 high[2][4], low[2][4];
 };
@@ -15,8 +19,8 @@ DEVICE void split(Split& s, const float (&x)[2][4]) {
         const float in_order[4] = {x[b][0], x[b][2], x[b][1], x[b][3]};
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s.high[b][e] = to_tf32(in_order[e]);
-            s.low[b][e] = bits(in_order[e] - from_bits(s.high[b][e]));
+            s.high[b][e] = high_part(in_order[e]);
+            s.low[b][e] = low_part(in_order[e], s.high[b][e]);
         }
     }
 }
@@ -30,18 +34,15 @@ DEVICE void times_transposed(float (&d)[2][4], const Split& a, const float* bloc
         u32 high[4], low[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            high[e] = to_tf32(v[e]);
-            low[e] = bits(v[e] - from_bits(high[e]));
+            high[e] = high_part(v[e]);
+            low[e] = low_part(v[e], high[e]);
         }
-        float small[2][4] = {};
 #pragma unroll
         for (int s = 0; s < 2; s++) {
-            multiply_add_tf32(small[0], a.high[s], low[2 * s], low[2 * s + 1]);
-            multiply_add_tf32(small[1], a.low[s], high[2 * s], high[2 * s + 1]);
+            multiply_add_tf32(d[b], a.high[s], low[2 * s], low[2 * s + 1]);
+            multiply_add_tf32(d[b], a.low[s], high[2 * s], high[2 * s + 1]);
             multiply_add_tf32(d[b], a.high[s], high[2 * s], high[2 * s + 1]);
         }
-#pragma unroll
-        for (int e = 0; e < 4; e++) d[b][e] += small[0][e] + small[1][e];
     }
 }
 
@@ -68,10 +69,11 @@ DEVICE void invert_block(float* block, int lane) {
         for (int r = 0; r < 16; r++) block[r * L_STRIDE + column] = x[r];
 }
 
-// A warp finds columns 16 own .. of the inverse X and stores them in A, once all diagonal blocks are inverted.
+// A warp finds columns 16 own .. of the inverse X and stores them in A, once all diagonal blocks are inverted; `whole`: with
+// the blocks above them.
 // As y = X^T: a block of y holds rows i, i + 8 and columns 4 t + 2 b, + 1 of block r. With the inverted diagonal blocks D,
 // X_rc = -D_r sum_n L_rn X_nc over blocks n from c to r - 1; each X_nc goes into all sums at once, which wait for nothing else.
-DEVICE void store_columns(u8* memory, bf16* A, int own, int lane) {
+DEVICE void store_columns(u8* memory, bf16* A, int own, int lane, bool whole) {
     const int i = lane >> 2, t = lane & 3;
     const float* const square = (const float*)(memory + ROWS);
     const float* const mine = square + (4 * (i >> 1) + (i & 1)) * L_STRIDE + 4 * t;
@@ -114,6 +116,7 @@ DEVICE void store_columns(u8* memory, bf16* A, int own, int lane) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const int r = 16 * n + (lane >> 1);
+        if (n < own && !whole) continue;
         store_once(A_out + r * CHUNK, *(const uint4*)(staged + r * A_STRIDE + 8 * (lane & 1)));
     }
 }

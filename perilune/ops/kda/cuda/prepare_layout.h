@@ -9,7 +9,8 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 // Shared memory, in bytes.
 constexpr int BETA = 0, NORMS = 256;               // of the rows; 1 / |q| times the scale, 1 / |k|
 constexpr int SHIFTS = 768;                        // bits that a tile's rows are shifted
-constexpr int ENDS = 896, FACTORS = ENDS + 8 * K;  // a tile's sum, and the other tile's decay
+constexpr int DIAGONAL = 896;                      // of P
+constexpr int ENDS = 1152, FACTORS = ENDS + 8 * K;  // a tile's sum, and the other tile's decay
 constexpr int SUMS = FACTORS + 8 * K;              // g, then running sums, then keys; in the end blocks of the inverse
 constexpr int STAGED = SUMS + 16384;               // and A
 constexpr int SUMS_BYTES = larger(4 * CHUNK * SUM_STRIDE, 16384 + 2 * CHUNK * A_STRIDE);
@@ -20,7 +21,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST_LOG2 = -150.0f;  // 2^-150 is nothing beside any other term
 constexpr float LEAST_BETA = 1e-12f;   // a write strength of 0 is computed as this: the gradient divides by it
 
-enum Flags { L2_NORM = 1, GATE = 2, BETA_SIGMOID = 4, BETA_FLOAT = 8 };
+enum Flags { L2_NORM = 1, GATE = 2, BETA_SIGMOID = 4, BETA_FLOAT = 8, WHOLE = 16 };
 
 DEVICE float power_of_2(int n) { return from_bits((u32)(127 + n) << 23); }
 

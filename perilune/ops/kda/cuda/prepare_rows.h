@@ -66,24 +66,29 @@ DEVICE void add_up(
     }
 }
 
-// 1 / norm of two rows, `row` and row + 8, by the four threads that hold them.
-DEVICE void norms_of(float (&norm)[2], const u8* rows, int row, int t) {
+// Of a row: 1 / |q|, 1 / |k|, and the product of q and k, by the four threads that hold it.
+DEVICE void products_of(float& q_norm, float& k_norm, float& both, const u8* rows, int row, int t, bool normalised) {
+    float qq = 0.0f, kk = 0.0f, qk = 0.0f;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = 0.0f;
+    for (int j = 0; j < GROUPS; j++) {
+        const uint4 v = *(const uint4*)(rows + place(row, 4 * j + t)), w = *(const uint4*)(rows + ROWS_OF_K + place(row, 4 * j + t));
 #pragma unroll
-        for (int j = 0; j < GROUPS; j++) {
-            const uint4 v = *(const uint4*)(rows + place(row + 8 * h, 4 * j + t));
-#pragma unroll
-            for (int p = 0; p < 4; p++) {
-                const float x = low_half(word(v, p)), y = high_half(word(v, p));
-                sum = fmaf(x, x, fmaf(y, y, sum));
-            }
+        for (int p = 0; p < 4; p++) {
+            const float q0 = low_half(word(v, p)), q1 = high_half(word(v, p)), k0 = low_half(word(w, p)), k1 = high_half(word(w, p));
+            qq = fmaf(q0, q0, fmaf(q1, q1, qq));
+            kk = fmaf(k0, k0, fmaf(k1, k1, kk));
+            qk = fmaf(q0, k0, fmaf(q1, k1, qk));
         }
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        norm[h] = rsqrt_fast(sum + 1e-6f);
     }
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) {
+        qq += shuffle_xor(qq, mask);
+        kk += shuffle_xor(kk, mask);
+        qk += shuffle_xor(qk, mask);
+    }
+    q_norm = normalised ? rsqrt_fast(qq + 1e-6f) : 1.0f;
+    k_norm = normalised ? rsqrt_fast(kk + 1e-6f) : 1.0f;
+    both = qk;
 }
 
 // Step 2. `row` and row + 8 are this thread's rows, `group` its first 32 channels, 8 t .. 8 t + 7

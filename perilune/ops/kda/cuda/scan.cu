@@ -21,13 +21,9 @@ scan(
     i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
-    const int blocks = value_dim / COLUMNS, head = blockIdx.x / (u32)blocks, column = blockIdx.x % (u32)blocks * COLUMNS;
-    const Unit unit = unit_of(units, blockIdx.y);
-    auto tile = [&](int n) { return (unit.first + n) * heads + head; };
-    auto rows = [&](int n) {
-        const i64 left = unit.end - unit.token - CHUNK * n;
-        return left < CHUNK ? (int)left : CHUNK;
-    };
+    const Part part = part_of(units, heads, value_dim);
+    const Unit& unit = part.unit;
+    const int head = part.head, column = part.block * COLUMNS;
     Ring ring = begin_ring(memory);
 
     if (fetches()) {
@@ -35,10 +31,10 @@ scan(
         const bf16* const v_own = v + head * v_head + column;
 #pragma unroll 1
         for (int n = 0; n < unit.count; n++) {
-            const i64 at = tile(n);
+            const i64 at = part.tile(n);
             u8* to = ring.place();
             fetch_wide(to, Kd, at);
-            fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + (unit.token + CHUNK * n) * v_token, v_token, rows(n));
+            fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + part.token(n) * v_token, v_token, part.rows(n));
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
             fetch_beta(to, beta, at);
             ring.fill();
@@ -61,8 +57,8 @@ scan(
     else clear(state);
     u32 out[4][4] = {};
     auto leave_outputs = [&](int n) {
-        bf16* const to = o + ((unit.token + CHUNK * n) * heads + head) * value_dim + column + 64 * p.group;
-        leave(to, (i64)heads * value_dim, rows(n), out, staged, p);
+        bf16* const to = o + (part.token(n) * heads + head) * value_dim + column + 64 * p.group;
+        leave(to, (i64)heads * value_dim, part.rows(n), out, staged, p);
     };
 
     const u8* half = unit.count > 0 ? ring.take() : memory;
@@ -73,7 +69,7 @@ scan(
         for (int i = 0; i < K / 16; i++) round_to(s[i], state, i);
         const auto before = [&] {
             if (n > 0) leave_outputs(n - 1);
-            if (KEEP) leave_state(S + (tile(n) * value_dim + column) * K, s, staged, p);
+            if (KEEP) leave_state(S + (part.tile(n) * value_dim + column) * K, s, staged, p);
         };
         const u8* second;
         find_writes(u, s, half, p, true, before, [&] {
@@ -89,7 +85,7 @@ scan(
         times_wide(d, s, half + OTHER_AT * BLOCK);
         times_square(d, u, half + OTHER_SQUARE_AT * BLOCK, true);
         products_commit();
-        if (KEEP) leave(U + tile(n) * CHUNK * value_dim + column + 64 * p.group, value_dim, CHUNK, u, staged, p);
+        if (KEEP) leave(U + part.tile(n) * CHUNK * value_dim + column + 64 * p.group, value_dim, CHUNK, u, staged, p);
         if (n + 1 < unit.count) half = ring.following().take();
         products_wait<0>();
         held(state);

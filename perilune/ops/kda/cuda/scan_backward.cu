@@ -21,14 +21,10 @@ scan_backward(
     i64 o_token, i64 o_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
-    const int blocks = value_dim / COLUMNS, head = blockIdx.x / (u32)blocks, column = blockIdx.x % (u32)blocks * COLUMNS;
-    const Unit unit = unit_of(units, blockIdx.y);
+    const Part part = part_of(units, heads, value_dim);
+    const Unit& unit = part.unit;
+    const int head = part.head, column = part.block * COLUMNS;
     if (SUMMARY && unit.begins >= 0) return;
-    auto tile = [&](int n) { return (unit.first + n) * heads + head; };
-    auto rows = [&](int n) {
-        const i64 left = unit.end - unit.token - CHUNK * n;
-        return left < CHUNK ? (int)left : CHUNK;
-    };
     Ring ring = begin_ring(memory);
 
     if (fetches()) {
@@ -36,10 +32,10 @@ scan_backward(
         const bf16* const o_own = dO + head * o_head + column;
 #pragma unroll 1
         for (int n = unit.count - 1; n >= 0; n--) {
-            const i64 at = tile(n);
+            const i64 at = part.tile(n);
             u8* to = ring.place();
             fetch_wide(to, Kr, at);
-            fetch<8 * GROUPS>(to + V_AT * BLOCK, o_own + (unit.token + CHUNK * n) * o_token, o_token, rows(n));
+            fetch<8 * GROUPS>(to + V_AT * BLOCK, o_own + part.token(n) * o_token, o_token, part.rows(n));
             fetch_square(to + SQUARE_AT * BLOCK, P, at);
             ring.fill();
             to = ring.place();
@@ -76,18 +72,22 @@ scan_backward(
         times_wide(d, s, half);
         times_rows(d, o, half + SQUARE_AT * BLOCK, true);
         products_commit();
-        if (!SUMMARY) leave_state(dS + (tile(n) * value_dim + column) * K, s, staged, p);
+        if (!SUMMARY) leave_state(dS + (part.tile(n) * value_dim + column) * K, s, staged, p);
         half = ring.following().take();
         products_wait<0>();
         held(s);
         held(o);
         held(d);
         ring.give(p.lane);
+        // A's diagonal is 1 and not rounded: added to what rounding took away, A^T times the rest has dU there as it was found.
 #pragma unroll
-        for (int i = 0; i < 4; i++) round_to(u[i], d, i);
+        for (int i = 0; i < 4; i++) {
+            round_to(u[i], d, i);
+            less(d, u[i], i);
+        }
 
         products_begin();
-        times_rows(d, u, half + OTHER_SQUARE_AT * BLOCK, false);
+        times_rows(d, u, half + OTHER_SQUARE_AT * BLOCK, true);
         products_commit();
         decay(state, half, p.lane);
         products_begin();
@@ -108,8 +108,8 @@ scan_backward(
         times_rows(state, u, half + OTHER_AT * BLOCK, true);
         products_commit();
         if (!SUMMARY) {
-            bf16* const to = E + ((unit.token + CHUNK * n) * heads + head) * value_dim + column + 64 * p.group;
-            leave(to, (i64)heads * value_dim, rows(n), e, staged, p);
+            bf16* const to = E + (part.token(n) * heads + head) * value_dim + column + 64 * p.group;
+            leave(to, (i64)heads * value_dim, part.rows(n), e, staged, p);
         }
         if (n > 0) half = ring.following().take();
         products_wait<0>();

@@ -31,9 +31,24 @@ struct Unit {
     i64 token, end;
     int begins, ends;
 };
-DEVICE Unit unit_of(const int* units, int unit) {
-    const int* const u = units + 6 * unit;
-    return {u[0], u[1], u[2], u[3], u[4], u[5]};
+
+// A block's part of the work: a unit of a head, of which the blocks of `columns` follow each other in the grid.
+struct Part {
+    Unit unit;
+    int heads, head, block;
+    // The place of the unit's chunk n, of this head, in what `prepare` wrote.
+    __device__ __forceinline__ i64 tile(int n) const { return (unit.first + n) * heads + head; }
+    __device__ __forceinline__ i64 token(int n) const { return unit.token + CHUNK * n; }
+    // How many of its rows are tokens.
+    __device__ __forceinline__ int rows(int n) const {
+        const i64 left = unit.end - token(n);
+        return left < CHUNK ? (int)left : CHUNK;
+    }
+};
+DEVICE Part part_of(const int* units, int heads, int columns) {
+    const int* const u = units + 6 * blockIdx.y;
+    const u32 blocks = columns / COLUMNS;
+    return {{u[0], u[1], u[2], u[3], u[4], u[5]}, heads, (int)(blockIdx.x / blocks), (int)(blockIdx.x % blocks)};
 }
 
 // Where a thread stands: its warpgroup, its warp in it, its rows' first value channel of the block's.
@@ -119,7 +134,13 @@ template <int PIECES> DEVICE void fetch(u8* blocks, const bf16* rows, i64 stride
 }
 // Ask for a tile of `prepare`, chunk and head `at`: of key channels, or a square.
 DEVICE void fetch_wide(u8* blocks, const bf16* x, i64 at) { fetch<8 * WIDE>(blocks, x + at * (CHUNK * K), K, CHUNK); }
-DEVICE void fetch_square(u8* block, const bf16* x, i64 at) { fetch<8>(block, x + at * (CHUNK * CHUNK), CHUNK, CHUNK); }
+// Of a square, which is lower, what is above the blocks of 16 on its diagonal is not read.
+DEVICE void fetch_square(u8* block, const bf16* x, i64 at) {
+    const int own = threadIdx.x - COMPUTING, first = own / 8, piece = own % 8;
+    x += at * (CHUNK * CHUNK) + own * 8;
+#pragma unroll
+    for (int n = 0; n < CHUNK / 16; n++) copy_async(block + in_block(first + 16 * n, piece), x + n * (16 * CHUNK), piece / 2 <= n);
+}
 DEVICE void fetch_gamma(u8* slot, const float* gamma, i64 at) {
     const int piece = threadIdx.x - COMPUTING;
     if (piece < K / 4) copy_async(slot + GAMMA + 16 * piece, gamma + at * K + 4 * piece);
@@ -133,6 +154,14 @@ DEVICE void fetch_beta(u8* slot, const float* beta, i64 at) {
 template <int N> DEVICE void round_to(u32 (&a)[4], const float (&d)[N], int s) {
 #pragma unroll
     for (int e = 0; e < 4; e++) a[e] = pack(d[8 * s + 2 * e], d[8 * s + 2 * e + 1]);
+}
+// What rounding took from these columns.
+template <int N> DEVICE void less(float (&d)[N], const u32 (&a)[4], int s) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        d[8 * s + 2 * e] -= low_half(a[e]);
+        d[8 * s + 2 * e + 1] -= high_half(a[e]);
+    }
 }
 
 // d = left x^T for a tile x of key channels. Call `products_begin` before it.

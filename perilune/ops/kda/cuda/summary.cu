@@ -14,12 +14,12 @@ summary(
     const float* __restrict__ gamma, const float* __restrict__ beta, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
     float* __restrict__ N, i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
     SHARED(memory);
-    const int value_blocks = value_dim / COLUMNS, blocks = value_blocks + K / COLUMNS;
-    const int head = blockIdx.x / (u32)blocks, block = blockIdx.x % (u32)blocks;
-    const Unit unit = unit_of(units, blockIdx.y);
-    const bool values = block < value_blocks, first = unit.begins >= 0;
+    const Part part = part_of(units, heads, value_dim + K);
+    const Unit& unit = part.unit;
+    const int value_blocks = value_dim / COLUMNS, head = part.head;
+    const bool values = part.block < value_blocks, first = unit.begins >= 0;
     if (unit.ends >= 0 || (first && !values)) return;
-    const int column = (values ? block : block - value_blocks) * COLUMNS;
+    const int column = (values ? part.block : part.block - value_blocks) * COLUMNS;
     Ring ring = begin_ring(memory);
 
     if (fetches()) {
@@ -27,11 +27,11 @@ summary(
         const bf16* const v_own = v + head * v_head + column;
 #pragma unroll 1
         for (int n = 0; n < unit.count; n++) {
-            const i64 at = (unit.first + n) * heads + head;
+            const i64 at = part.tile(n);
             u8* to = ring.place();
             fetch_wide(to, Kd, at);
             if (values)  // of whole chunks: this is not a last unit
-                fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + (unit.token + CHUNK * n) * v_token, v_token, CHUNK);
+                fetch<8 * GROUPS>(to + V_AT * BLOCK, v_own + part.token(n) * v_token, v_token, CHUNK);
             fetch_square(to + SQUARE_AT * BLOCK, A, at);
             fetch_beta(to, beta, at);
             ring.fill();

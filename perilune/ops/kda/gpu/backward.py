@@ -24,6 +24,12 @@ def backward(
     """Flattened inputs. Gradients of q, k, v, g, beta, A_log, dt_bias and the entry state, those absent None."""
     tokens, heads, value_dim = do.shape
     key_dim, qk_heads = q.shape[-1], q.shape[1]
+    if (
+        cuda_scan_backward.unsuitable(v, key_dim, x.Qd.dtype) is None
+        and cuda_scan_backward.unsuitable(do, key_dim) is not None
+    ):
+        # `prepare` wrote what the CUDA kernel reads, and all that this asks of a cotangent is where its rows lie.
+        do = do.clone(memory_format=torch.contiguous_format)
     E, d_state, dS = _scan(do, x, d_final, M, p, s, wants_state)
 
     grouped = torch.float32 if heads != qk_heads else q.dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
+from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.cuda import summary as cuda_summary
 from perilune.ops.kda.gpu.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton import configs
@@ -85,11 +86,13 @@ def state_strides(state: Tensor, v_first: bool) -> tuple[int, int, int, int]:
 
 
 def prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, p: Plan, s: Setting
-) -> Prepared:
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, p: Plan, s: Setting,
+    whole: bool = True,
+) -> Prepared:  # fmt: skip
     """The parallel stage on flattened q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`.
 
-    The CUDA kernel where it can run, else the Triton one; `ops.kda.cuda.prepare.unsuitable` says why.
+    The CUDA kernel where it can run, else the Triton one; `ops.kda.cuda.prepare.unsuitable` says why. Unless `whole`, what lies
+    above the blocks of 16 on the diagonals of P and A may be anything: the serial CUDA kernels do not read it.
     """
     heads, key_dim = g.shape[1:]
     dtype = operand_dtype(q.dtype)
@@ -102,7 +105,7 @@ def prepare(
     if not p.chunk_count:
         return out
     if cuda_prepare.unsuitable(q, k, g, beta, s) is None:
-        cuda_prepare.run(q, k, g, beta, A_log, dt_bias, p.chunks, s, out)
+        cuda_prepare.run(q, k, g, beta, A_log, dt_bias, p.chunks, s, out, whole)
         return out
     prepare_kernel[(p.chunk_count * heads,)](
         q, k, g, beta, A_log, dt_bias, p.chunks, *out, s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale,
@@ -170,9 +173,11 @@ def forward(
     state = None if state is None else state.float()  # the kernels read float32; a caller's may be float64
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[-1]
-    in_cuda = cuda_scan.unsuitable(v, key_dim, operand_dtype(q.dtype), q.dtype) is None
+    dtypes = operand_dtype(q.dtype), q.dtype
+    in_cuda = cuda_scan.unsuitable(v, key_dim, *dtypes) is None
+    in_cuda_both_ways = in_cuda and (not s.keep or cuda_scan_backward.unsuitable(v, key_dim, *dtypes) is None)
     p = planned(s, heads, key_dim, value_dim, v.device, in_cuda)
-    x = prepare(q, k, g, beta, A_log, dt_bias, p, s)
+    x = prepare(q, k, g, beta, A_log, dt_bias, p, s, whole=not in_cuda_both_ways)
     entry = enter(v, x, state, p, s, in_cuda)
     o = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     final = None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from perilune.ops.kda.cuda import scan
-from perilune.ops.kda.gpu.forward import operand_dtype
 from perilune.ops.kda.gpu.plan import CHUNK, Plan, fastest, tables
 from perilune.ops.triton.available import units as device_units
 
@@ -42,6 +41,8 @@ class Room:
         batch: int, length: int, sequences: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
     ) -> Room:  # fmt: skip
         """Room for `sequences` documents in `[batch, length]` tokens of `dtype`, cut as whole rows would best be."""
+        from perilune.ops.kda.gpu.forward import operand_dtype  # with it comes Triton, which a CPU may lack
+
         v = torch.empty(1, heads, value_dim, dtype=dtype, device=device)
         in_cuda = scan.unsuitable(v, key_dim, operand_dtype(dtype), dtype) is None
         whole = tuple(range(0, (batch + 1) * length, length))
