@@ -304,17 +304,10 @@ DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x); }
 // A kernel that is launched `early` (see Kernel) begins while the one before it still runs. Until `wait_for_earlier` returns
 // it may only read what no kernel writes (weights), and write nothing; every block calls it, also one that has nothing to do.
 // What other kernels wrote is read with plain loads, or `copy_async`: the compiler turns those of `const __restrict__` into ones
-// that may miss it. After `let_next_start` by all blocks an early kernel behind this one may begin.
+// that may miss it. It also moves loads of weights behind the wait: what shall be under way before it is copied. After `let_next_start` by all blocks an early kernel behind this one may begin.
 DEVICE void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// 16 bytes that nobody changes and nobody reads again soon, asked for here and not where they are used.
-DEVICE uint4 load_ahead(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(p)));
-    return v;
-}
 // 16 bytes that nobody changes and nobody reads again soon.
 DEVICE uint4 load_once(const uint4* p) {
     uint4 v;

@@ -551,6 +551,5 @@ inline int lowest_bit(u32 x) { return __builtin_ctz(x); }
 
 inline void wait_for_earlier() {}
 inline void let_next_start() {}
-inline uint4 load_ahead(const void* p) { return *(const uint4*)p; }
 inline uint4 load_once(const uint4* p) { return *p; }
 inline void store_once(void* p, uint4 v) { memcpy(p, &v, 16); }
