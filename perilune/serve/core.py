@@ -110,6 +110,12 @@ class EngineCore(EngineThread):
         """Whether no request waits or runs."""
         return self.scheduler.idle
 
+    def begun(self) -> None:
+        """Streams, events and recordings of this thread are the model's device's."""
+        device = self.runner.model.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
     def _begin(self, job: LocalJob) -> None:
         self.jobs[id(job)] = job
         if job.closed:

@@ -32,6 +32,10 @@ class EngineThread(ABC):
         """Whether there is nothing to do until the next command."""
 
     @abstractmethod
+    def begun(self) -> None:
+        """The thread begins."""
+
+    @abstractmethod
     def step(self) -> bool:
         """Do a piece of the work; False if nothing could be done now."""
 
@@ -114,6 +118,7 @@ class EngineThread(ABC):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            self.begun()
             while not self._closed:
                 self._take_commands(wait=None if self._paused or self.idle else 0.0)
                 if not self._closed and not self._paused and not self.idle and not self.step():
