@@ -1,0 +1,86 @@
+"""The CUDA kernels of chunk_kda as one differentiable operation, in the emulator, against the token loop in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_cases import relative_error
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
+
+from perilune.ops.cuda import emulated
+from perilune.ops.cuda.emulator import missing
+from perilune.ops.kda import recurrent_kda_reference
+from perilune.ops.kda.arguments import check
+from perilune.ops.kda.gpu import autograd, forward
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+OPTIONS = {
+    "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0,
+    "safe_gate": True, "output_final_state": True,
+}  # fmt: skip
+CHECKED = {"scale": None, "allow_neg_eigval": False, "state_v_first": False, "cu_seqlens": None}
+
+
+@pytest.fixture(autouse=True)
+def _uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "fastest", lambda *_: (10**6, 128))
+
+
+def inputs(tokens: int, logit: float | None = None, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    made = {name: normal(1, tokens, 2, 128).bfloat16() for name in ("q", "k", "v", "g")}
+    made |= {"beta": normal(1, tokens, 2).bfloat16(), "A_log": normal(2) / 4, "dt_bias": normal(256) / 10}
+    made["initial_state"] = normal(1, 2, 128, 128)
+    if logit is not None:
+        made["g"][:] = logit
+    return made
+
+
+def outcome(x: dict[str, Tensor], cotangent: Tensor, reference: bool = False) -> dict[str, Tensor]:
+    """o, the final state and every gradient."""
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    with emulated():
+        o, state = (
+            recurrent_kda_reference(**leaves, **OPTIONS)
+            if reference
+            else autograd.kda_gpu(check(**leaves, **OPTIONS, **CHECKED))
+        )
+        found = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o.dtype))
+    return {"o": o.detach(), "state": state.detach()} | dict(zip(leaves, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("logit", "limits"),
+    [
+        (8.0, {"o": 3.3e-3, "v": 2.6e-3, "beta": 2.9e-3}),
+        (None, {"o": 3.5e-3, "v": 2.6e-3, "beta": 3e-3}),
+        (-12.0, {"o": 3.8e-3, "v": 3.8e-3}),
+    ],
+)
+def test_how_exact_it_is(logit: float | None, limits: dict[str, float]) -> None:
+    """A closed gate, a random one, an open one. Operands, U, states and E are rounded once to 2^-9; not dU, nor what P has of a
+    row's own key before it is rounded."""
+    errors: dict[str, float] = {}
+    for seed in range(2):
+        x = inputs(100, logit, seed)
+        cotangent = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+        truth = outcome({n: t.double() for n, t in x.items()}, cotangent, reference=True)
+        for name, t in outcome(x, cotangent).items():
+            errors[name] = errors.get(name, 0.0) + float(relative_error(t, truth[name])) ** 2 / 2
+    limits = {"A_log": 6e-2, "dt_bias": 6e-2} | limits
+    assert all(e**0.5 <= limits.get(n, 6e-3) for n, e in errors.items()), {n: e**0.5 for n, e in errors.items()}
+
+
+def test_a_cotangent_may_lie_anywhere() -> None:
+    """The kernels of the backward pass copy 16 bytes at a time; what `prepare` wrote is for them alone."""
+    x = inputs(70)
+    wide = torch.randn(1, 70, 2, 133, generator=torch.Generator().manual_seed(1)).bfloat16()
+    aligned = outcome(x, wide[..., 3:131].contiguous())
+    shifted = outcome(x, wide[..., 3:131])
+    assert all(torch.equal(aligned[name], shifted[name]) for name in aligned)
