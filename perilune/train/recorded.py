@@ -169,9 +169,9 @@ class Steps:
     def _give_up(self, error: Exception) -> None:
         self.reason = f"recording a step failed: {str(error).strip().splitlines()[0]}"
         self.log.warning("training steps run kernel by kernel: %s", self.reason)
+        torch.cuda.synchronize(self.model.device)  # no recording may go while it runs
         self._recordings.clear()
         self.step.forget()
-        torch.cuda.synchronize(self.model.device)
 
     def _record(self, key: Forms) -> _Recording:
         """Record the pieces in the order in which they run; nothing is executed."""
