@@ -116,7 +116,7 @@ def _kernels_ms(engine: LocalEngine, batch: int) -> float:
         for _ in range(repeats):
             graph.replay()
         torch.cuda.synchronize()
-    on_device = (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    on_device = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
     return sum(event.time_range.elapsed_us() for event in on_device) / repeats / 1e3
 
 
