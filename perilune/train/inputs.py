@@ -7,6 +7,7 @@ batch's shape and one of few numbers of documents that there is room for. Nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,18 +52,32 @@ class Form(NamedTuple):
     documents: int
 
     @staticmethod
-    def of(batch: Batch) -> Form | None:
-        """The form of a batch: of this batch alone, so that a resumed run takes the same; None if it has none."""
-        rows, length = batch.ids_BT.shape
-        if batch.image_rows:
+    def of(micro_batches: Sequence[Batch]) -> list[Form] | None:
+        """The forms of a step's micro-batches: of these alone, so that a resumed run takes the same; None if one has none.
+
+        All have room for documents of the same average length, so that few combinations of forms occur.
+        """
+        levels = [_level(batch) for batch in micro_batches]
+        if any(level is None for level in levels):
             return None
-        starts_BT = batch.starts_BT.clone()
-        starts_BT[:, 0] = True
-        documents = int(starts_BT.sum())
-        if documents == rows:
-            return Form(rows, length, 0)
-        rooms = (max(2 * rows, rows * length // tokens) for tokens in TOKENS_PER_DOCUMENT)
-        return next((Form(rows, length, room) for room in rooms if documents <= room), None)
+        level = max(level for level in levels if level is not None)
+        return [Form(*batch.ids_BT.shape, _room_for(*batch.ids_BT.shape, level)) for batch in micro_batches]
+
+
+def _level(batch: Batch) -> int | None:
+    """0 = whole rows, else one more than the first of `TOKENS_PER_DOCUMENT` that gives enough room; None if none does."""
+    if batch.image_rows:
+        return None
+    rows, length = batch.ids_BT.shape
+    documents = rows + int(batch.starts_BT[:, 1:].sum())
+    if documents == rows:
+        return 0
+    levels = range(1, len(TOKENS_PER_DOCUMENT) + 1)
+    return next((level for level in levels if documents <= _room_for(rows, length, level)), None)
+
+
+def _room_for(rows: int, length: int, level: int) -> int:
+    return max(2 * rows, rows * length // TOKENS_PER_DOCUMENT[level - 1]) if level else 0
 
 
 class Inputs:
@@ -88,12 +103,14 @@ class Inputs:
         _copy(self.targets_BT, batch.targets_BT)
         if not self._documents:
             return
+        rows, length = batch.ids_BT.shape
         segments = Segments.from_starts(batch.starts_BT)
-        assert segments is not None and segments.offsets is not None, "a form with documents has a split row"
-        missing = self._documents + 1 - len(segments.offsets)
-        parts = [np.asarray(segments.offsets + segments.offsets[-1:] * missing, np.int32)]
+        offsets = tuple(range(0, (rows + 1) * length, length)) if segments is None else segments.offsets
+        assert offsets is not None, "boundaries that were found on the host are known there"
+        missing = self._documents + 1 - len(offsets)
+        parts = [np.asarray(offsets + offsets[-1:] * missing, np.int32)]
         if self._room is not None:
-            parts.append(self._room.filled(segments.offsets))
+            parts.append(self._room.filled(offsets))
         _copy(self._numbers, torch.from_numpy(np.concatenate(parts)))
 
     def loss(self, model: Transformer) -> LossOutput:

@@ -102,7 +102,7 @@ class Steps:
             DivergedError: the loss or a gradient is not finite. Weights, momenta and biases are as before the step.
         """
         step, valid = self.step, valid_targets(micro_batches)
-        forms = [Form.of(micro) if self._static else None for micro in micro_batches]
+        forms = Form.of(micro_batches) if self._static else None
         recording = self._recording(forms)
         if self._static:
             self._valid.fill_(valid)
@@ -113,6 +113,9 @@ class Steps:
             measured = self._replay(recording, micro_batches, forms)
         meanwhile()
         result = step.read(measured, valid)
+        if recording is not None and not result.finite:  # run as it is, the step's gradients have names
+            self._accumulate(micro_batches, forms, valid)
+            result = step.read(step.measure(), valid)
         step.check(result, micro_batches)
         if recording is None:
             step.update(lambda *scale: step.optimizer.step(factor, *scale))
@@ -121,35 +124,36 @@ class Steps:
             recording.update.replay()
         return result
 
-    def _accumulate(self, micro_batches: Sequence[Batch], forms: Sequence[Form | None], valid: int) -> None:
+    def _accumulate(self, micro_batches: Sequence[Batch], forms: Sequence[Form] | None, valid: int) -> None:
         """Forward and backward of all micro-batches, as they are."""
         self.step.begin()
-        for micro, form in zip(micro_batches, forms, strict=True):
-            if form is None:
+        if forms is None:
+            for micro in micro_batches:
                 self.step.accumulate(batch_loss(self.model, micro), self._valid if self._static else valid)
-            else:
-                self._filled(micro, form)
-                self.step.accumulate(self._inputs[form].loss(self.model), self._valid)
+            return
+        for micro, form in zip(micro_batches, forms, strict=True):
+            self._filled(micro, form)
+            self.step.accumulate(self._inputs[form].loss(self.model), self._valid)
 
     def _filled(self, micro: Batch, form: Form) -> None:
         if form not in self._inputs:
             self._inputs[form] = Inputs(self.model, form)
         self._inputs[form].fill(micro)
 
-    def _replay(self, recording: _Recording, micro_batches: Sequence[Batch], forms: Sequence[Form | None]) -> Tensor:
+    def _replay(self, recording: _Recording, micro_batches: Sequence[Batch], forms: Sequence[Form] | None) -> Tensor:
+        assert forms is not None, "a recorded step has forms"
         for number, (micro, form) in enumerate(zip(micro_batches, forms, strict=True)):
-            assert form is not None, "a recorded step has forms only"
             self._filled(micro, form)
             (recording.more[form] if number else recording.first).replay()
         recording.measure.replay()
         return recording.measured
 
-    def _recording(self, forms: Sequence[Form | None]) -> _Recording | None:
+    def _recording(self, forms: Sequence[Form] | None) -> _Recording | None:
         """The recording for these forms, made now if its time has come; None: the step has to run as it is."""
-        if self.reason is not None or None in forms:
+        if self.reason is not None or forms is None:
             return None
         first, *others = forms
-        key: Forms = first, frozenset(others)  # type: ignore[assignment]
+        key: Forms = first, frozenset(others)
         if key in self._recordings:
             self._recordings.move_to_end(key)
             return self._recordings[key]
@@ -161,7 +165,7 @@ class Steps:
         except (RuntimeError, NotImplementedError) as error:  # an operation that waits, or that no recording can hold
             self._give_up(error)
             return None
-        self.log.info("recorded a training step of %s", ", ".join(_words(form) for form in {first, *others} if form))
+        self.log.info("recorded a training step of %s", ", ".join(_words(form) for form in sorted({first, *others})))
         if len(self._recordings) > MOST:
             self._recordings.popitem(last=False)
         return recording

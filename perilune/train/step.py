@@ -49,6 +49,11 @@ class StepResult(NamedTuple):
     clipped_heads: int
     max_logit: float | None
 
+    @property
+    def finite(self) -> bool:
+        """Loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 def split_rows(batch: Batch, tokens: int) -> list[Batch]:
     """Cut a batch into micro-batches of whole rows with at most `tokens` tokens each (at least one row)."""
@@ -149,7 +154,7 @@ class Step:
         Raises:
             DivergedError: it is not; says where that began. Weights, momenta and biases are as before the step.
         """
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        if result.finite:
             return
         error = self._diverged(result, micro_batches)
         self.forget()

@@ -113,13 +113,13 @@ def test_a_step_waits_for_the_device_only_where_its_results_are_read() -> None:
     steps = made(False)
     for number in range(2):
         steps.run([batch(number)], 1.0)
-    micro, form = batch(3), Form.of(batch(3))
-    assert form is not None
+    micro, forms = batch(3), Form.of([batch(3)])
+    assert forms is not None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps._inputs[form].fill(micro)
+        steps._inputs[forms[0]].fill(micro)
         steps.step.begin()
-        steps.step.accumulate(steps._inputs[form].loss(steps.model), steps._valid)
+        steps.step.accumulate(steps._inputs[forms[0]].loss(steps.model), steps._valid)
         steps.step.measure()
         steps.step.update(lambda *scale: steps.step.optimizer.step(0.5, *scale))
     finally:

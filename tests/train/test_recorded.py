@@ -35,21 +35,35 @@ def batch(rows: int = 4, length: int = 256, documents: int = 0, seed: int = 0) -
     return Batch(ids[:, :-1].clone(), ids[:, 1:].clone(), starts)
 
 
+def form(*batches: Batch) -> Form | None:
+    """The form of the first."""
+    forms = Form.of(batches)
+    return None if forms is None else forms[0]
+
+
 def test_forms() -> None:
-    assert Form.of(batch()) == Form(4, 256, 0)
-    assert Form.of(batch(documents=1)) == Form.of(batch(documents=4, seed=1)) == Form(4, 256, 8)
-    assert Form.of(batch(documents=5)) is None, "1024 tokens have room for eight documents"
-    assert Form.of(batch(rows=32, documents=32)) == Form(32, 256, 64)
-    assert Form.of(batch(rows=2, length=8192, documents=20)) == Form(2, 8192, 128)
-    assert Form.of(replace(batch(), images=((), ("an image",), (), ()))) is None
+    assert form(batch()) == Form(4, 256, 0)
+    assert form(batch(documents=1)) == form(batch(documents=4, seed=1)) == Form(4, 256, 8)
+    assert form(batch(documents=5)) is None, "1024 tokens have room for eight documents"
+    assert form(batch(rows=32, documents=32)) == Form(32, 256, 64)
+    assert form(batch(rows=2, length=8192, documents=20)) == Form(2, 8192, 128)
+    assert form(replace(batch(), images=((), ("an image",), (), ()))) is None
+
+
+def test_micro_batches_of_a_step_have_room_alike() -> None:
+    whole, few, many = (batch(rows=2, length=8192, documents=n) for n in (0, 3, 20))
+    small = batch(rows=1, length=8192)
+    assert Form.of([whole, few]) == [Form(2, 8192, 16)] * 2
+    assert Form.of([whole, many, small]) == [Form(2, 8192, 128), Form(2, 8192, 128), Form(1, 8192, 64)]
+    assert Form.of([whole, batch(documents=5)]) is None
 
 
 @pytest.mark.parametrize("documents", [0, 3])
 def test_inputs_give_the_loss_of_the_batch(documents: int) -> None:
     model = made().model
     one, two = (batch(documents=documents, seed=seed) for seed in (1, 2))
-    inputs = Inputs(model, Form.of(one))
-    for each in (one, two):
+    inputs = Inputs(model, form(one))
+    for each in (one, two, batch()) if documents else (one, two):  # rows without a cut fit too
         inputs.fill(each)
         got, want = inputs.loss(model), batch_loss(model, each)
         assert got.tokens == want.tokens
