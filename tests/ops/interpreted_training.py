@@ -18,6 +18,8 @@ from perilune.ops.triton.newton_schulz import obstacle, symmetric
 from perilune.optim.groups import Cut
 from perilune.optim.muon import Muon
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 SHAPES = {"heads": (24, 10), "experts": (3, 4, 10), "tall": (80, 61), "odd": (3, 7), "silent": (4, 10)}
 CUTS = {
     "heads": (Cut(0, 24, 12, 0, 8), Cut(0, 24, 12, 8, 4)),
