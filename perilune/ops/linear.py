@@ -1,10 +1,12 @@
 """y = x Wᵀ with an fp32 weight, in the dtype of x: the product of every projection; `linears` for several of one x.
 
-`normed_linear` and `gated_linear` have an RMSNorm or a gate before the product. Four ways, chosen by `select`:
+`normed_linear` and `gated_linear` have an RMSNorm or a gate before the product. Five ways, of which `select` tells those
+without gradients:
 
     native  a few rows without gradients (decoding): one C call that reads each weight once, for all weights of an x
     cuda    a few bf16 rows on Hopper, without gradients: one launch for all weights of an x, norm and gate included
     wide    bf16 rows on a CPU that cannot multiply bf16: the product runs in fp32, its result is rounded
+    mixed   training in half precision on a GPU: gradients of the weights stay in fp32 (`mixed_linear`)
     torch   everything else
 """
 

@@ -9,6 +9,9 @@ All factors are polynomials of the first A and commute. On a GPU much longer mat
 and the last product have the long side (A in fp32: what is small in it counts, as the steps make it large):
 
     A = X X^T;   5 times:  P = a + b A + c A^2,  Q = P Q,  A = P^2 A;   X = Q X
+
+Other bfloat16 matrices on a GPU multiply X by a I + b A + c A^2, whose two symmetric products a kernel makes by half
+their tiles (`ops.triton.newton_schulz`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ def select(x_MN: Tensor, dtype: torch.dtype) -> Choice:
     """Return which implementation iterates on these matrices with products in `dtype`, and why."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
+    if dtype is torch.bfloat16 and (choice := choose_triton(x_MN)) is not None:
+        if choice.implementation == "triton":
+            return Choice(
+                "triton", "symmetric products by half their tiles, where rows are whole 16-byte units; else torch"
+            )
+        return choice
     if dtype is not torch.float32:
         return Choice("torch", f"the C kernel multiplies in float32, asked for {str(dtype)[6:]}")
     if min(x_MN.shape[-2:]) >= BATCHED_SIDE:
