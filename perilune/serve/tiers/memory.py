@@ -1,7 +1,7 @@
 """Memory of the host that pages are copied to and from: equal places in a few large blocks.
 
 For a GPU the blocks are pinned: the device then reads and writes them itself, at the speed of its bus and beside everything
-else. Pinning costs about a second for 4 GB, so blocks grow with what is kept, and are kept. A place is free again when
+else. Pinning costs 0.4 seconds for a GB, so blocks grow with what is kept, and are kept. A place is free again when
 nobody refers to its page any more, be it a tier, a file that is being written or a copy under way.
 """
 
