@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_model import TOKENIZER, tiny_engine, tiny_model
 
-from perilune.errors import ConfigError
+from perilune.errors import CapacityError, ConfigError
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams, Service
 from perilune.serve.settings import EngineSettings
@@ -224,6 +224,23 @@ def test_others_go_on_while_pages_are_fetched(monkeypatch):
     assert [job.answers[0].token_ids for job in jobs] == [answer, answer]
     assert [job.usage.cached_tokens for job in jobs] == [88, 88] and asked.empty()
     assert engine.metrics().tiers["host_hits_total"] == 1 and engine.admin.check_invariants() == []
+    engine.close()
+
+
+def test_a_host_without_memory_loses_what_does_not_fit(monkeypatch, tmp_path):
+    """Less than it was to give, and none for what comes from files: everything is computed again."""
+    engine = make(small(disk=tmp_path))
+    first = ask(engine, prompt(0))
+    engine.close()
+
+    def none(self):
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(memory.HostMemory, "_grow", none)
+    engine = make(small(disk=tmp_path))
+    answers = [ask(engine, prompt(seed)) for seed in (0, 1, 2, 3, 0)]
+    assert answers[0] == answers[-1] == (first[0], 0)
+    assert engine.metrics().tiers["host_refused_total"] >= 3 and engine.admin.check_invariants() == []
     engine.close()
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from perilune.errors import CapacityError
+
 FIRST_BLOCK, LARGEST_BLOCK = 2**24, 2**28  # bytes
 
 
@@ -61,7 +63,11 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> list[HostPage]:
-        """So many pages, of any contents."""
+        """So many pages, of any contents.
+
+        Raises:
+            CapacityError: the host has no more memory, or none that a GPU may read.
+        """
         with self._lock:
             while len(self._free) < count:
                 self._grow()
@@ -83,7 +89,13 @@ class HostMemory:
         """Another block, twice as large as the last one."""
         before = self.blocks[-1].numel() if self.blocks else 0
         places = max(1, min(LARGEST_BLOCK, max(FIRST_BLOCK, 2 * before)) // self.size)
-        self.blocks.append(torch.empty(places, self.size, dtype=torch.uint8, pin_memory=self._pinned))
+        try:
+            self.blocks.append(torch.empty(places, self.size, dtype=torch.uint8, pin_memory=self._pinned))
+        except RuntimeError as error:
+            raise CapacityError(
+                f"the host has no room for {places * self.size} more bytes of pages that the pool gave up, after "
+                f"{sum(block.numel() for block in self.blocks)}; give them less memory ({error})"
+            ) from None
         number = len(self.blocks) - 1
         # The last one is taken first: neighbours are taken one after the other, and copied together.
         self._free[:0] = [(number, place, None) for place in reversed(range(places))]

@@ -9,12 +9,14 @@ pages beside what it computes, other requests go on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
+from perilune.errors import CapacityError
 from perilune.serve.cache import HybridCache, TokenChain
 from perilune.serve.cache.admission import hit_pages
 from perilune.serve.cache.receive import Incoming
@@ -22,6 +24,8 @@ from perilune.serve.cache.trie import Node, ancestors
 from perilune.serve.tiers.disk import DiskTier
 from perilune.serve.tiers.host import HostTier
 from perilune.serve.tiers.index import Prefix
+
+log = logging.getLogger(__name__)
 
 Contents = tuple[Sequence[Any], Sequence[Any]]  # of the pages of a prefix, and of those of its states
 
@@ -51,6 +55,7 @@ class TierCounts:
         host_hits, disk_hits: prefixes that came back.
         tokens: tokens of these that were not in the pool.
         no_room: prefixes that could not come back because the pool was full.
+        refused: prefixes for which the host had no memory, though less than its limit was in use.
     """
 
     written_back: int = 0
@@ -58,6 +63,7 @@ class TierCounts:
     disk_hits: int = 0
     tokens: int = 0
     no_room: int = 0
+    refused: int = 0
 
 
 class Tiers:
@@ -95,10 +101,20 @@ class Tiers:
         if not self._host.index.fits(prefix):
             return
         missing = [index for index, name in enumerate(prefix.pages) if not self._host.index.has_page(name)]
-        contents = self._pages.read_bytes([table[index] for index in missing])
-        state = self._pages.read_bytes(checkpoint.pages)
+        try:
+            contents = self._pages.read_bytes([table[index] for index in missing])
+            state = self._pages.read_bytes(checkpoint.pages)
+        except CapacityError as error:
+            self._refuse(error)
+            return
         self._host.put(prefix, {prefix.pages[index]: content for index, content in zip(missing, contents)}, state)
         self.counts.written_back += 1
+
+    def _refuse(self, error: CapacityError) -> None:
+        """The host has less memory than it was to give: what does not fit is lost, and nothing else."""
+        if not self.counts.refused:
+            log.warning("%s", error)
+        self.counts.refused += 1
 
     def _spill(self, prefix: Prefix, pages: Mapping[bytes, Any], state: Sequence[Any]) -> None:
         assert self._files is not None and self._disk is not None, "there is a disk to spill to"
@@ -148,10 +164,14 @@ class Tiers:
         disk, groups = self._disk, self._cache.geometry.groups
 
         def read() -> None:
-            pages = self._pages.host_pages(len(prefix.pages) + groups)
-            buffers = [page.buffer() for page in pages]
-            whole = disk.get(prefix, buffers[groups:], buffers[:groups])
-            contents = pages[groups:], pages[:groups]
+            contents, whole = ((), ()), False
+            try:
+                pages = self._pages.host_pages(len(prefix.pages) + groups)
+                buffers = [page.buffer() for page in pages]
+                whole = disk.get(prefix, buffers[groups:], buffers[:groups])
+                contents = pages[groups:], pages[:groups]
+            except CapacityError as error:
+                self._refuse(error)
             post(
                 lambda: self._restore(chain, prefix, contents, "disk_hits", post) if whole else self._go_on(prefix)
             )  # fmt: skip
@@ -219,7 +239,7 @@ class Tiers:
         return held | {
             "written_back_total": counts.written_back, "host_hits_total": counts.host_hits,
             "disk_hits_total": counts.disk_hits, "tokens_brought_back_total": counts.tokens,
-            "no_room_total": counts.no_room,
+            "no_room_total": counts.no_room, "host_refused_total": counts.refused,
         }  # fmt: skip
 
     def close(self) -> None:
