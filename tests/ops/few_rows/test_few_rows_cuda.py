@@ -95,8 +95,8 @@ def layer() -> MixtureWeights:
 def experts_of(z: Tensor, w: MixtureWeights, chosen: list[int], weights: Tensor) -> Tensor:
     """A token's experts in float64."""
     w1, w3, w2 = (stack.double() for stack in w.experts)
-    outs = [w2[e] @ situ_glu_reference(w1[e] @ z, w3[e] @ z) for e in chosen]
-    return sum(p * y for p, y in zip(weights, outs, strict=True))
+    outs = torch.stack([w2[e] @ situ_glu_reference(w1[e] @ z, w3[e] @ z) for e in chosen])
+    return weights @ outs
 
 
 @torch.no_grad()
