@@ -13,6 +13,7 @@ from perilune.ops.attnres import read
 from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
+from perilune.ops.few_rows.cuda.mixture import mixture
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.linear import select as select_linear
 from perilune.ops.mla.append import append_latents
@@ -78,6 +79,19 @@ def test_rows_of_a_wider_tensor_and_a_number_that_is_none() -> None:
         x[1, 5] = torch.nan
         got = linear(x, weight)
     assert got[1].isnan().all() and got[::2].isfinite().all()
+
+
+@torch.no_grad()
+def test_what_a_wide_layer_makes_of_its_tokens_first() -> None:
+    """Blocks for latents, logits and hidden values of one launch want different amounts of shared memory."""
+    x, down, router = tokens_of(0, 2, WIDTH), normal(1, 16, WIDTH), normal(2, 9, WIDTH, dtype=torch.float32)
+    unit, exact = (normal(3, 16, WIDTH), normal(4, 16, WIDTH)), x.double()
+    with force("cuda"), emulated():
+        z, logits, hidden = mixture(x, down, router, unit, (4.0, 25.0))
+    assert z is not None and logits is not None and hidden is not None
+    close(z, exact @ down.double().T)
+    close(logits, exact @ router.double().T, 1e-6)
+    close(hidden, situ_glu_reference(exact @ unit[0].double().T, exact @ unit[1].double().T))
 
 
 EXPERTS, ACTIVE, D, LATENT, HIDDEN = 40, 4, 64, 32, 64

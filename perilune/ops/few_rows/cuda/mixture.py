@@ -21,7 +21,7 @@ def kernel(width: int, tiles: int, latent: int, experts: int, hidden: int, cappe
         "mixture",
         "P" * 8 + "qiff",
         threads=32 * WARPS,
-        shared_bytes=ring_bytes(width, 2, tiles) if hidden or experts else ring_bytes(width, 1, tiles),
+        shared_bytes=max(ring_bytes(width, rows, tiles) for rows, there in ((2, hidden or experts), (1, latent)) if there),
         defines={
             "WIDTH": width, "TOKEN_TILES": tiles, "LATENT": latent, "EXPERTS": experts, "HIDDEN": hidden,
             "GATE_CAPPED": int(capped), "UP_CAPPED": int(up_capped),
