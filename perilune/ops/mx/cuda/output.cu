@@ -6,7 +6,7 @@
 // its second one for sum.cu. So sums have a fixed order, which no other token changes.
 #include "weights.h"
 
-constexpr int WARPS = 4, AHEAD = 2, BLOCKS = 3, TILE = 2 * ROWS;  // AHEAD: steps of a warp under way
+constexpr int WARPS = 16, AHEAD = 1, BLOCKS = 1, TILE = 2 * ROWS;  // AHEAD: steps of a warp under way
 
 // h [tokens active, columns]; index and weight [tokens, active]; parts [tokens, warps, 2, TILE]. Matrices [E, steps, rows, 32].
 KERNEL(32 * WARPS, BLOCKS) output(

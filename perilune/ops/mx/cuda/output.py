@@ -14,7 +14,7 @@ from perilune.ops.triton.available import units
 from perilune.ops.triton.sizes import blocks
 
 TILE = 32  # output columns of a warp
-WARPS, BLOCKS = 4, 3  # of a block; blocks that a multiprocessor takes at once
+WARPS, BLOCKS = 16, 1  # of a block; blocks that a multiprocessor takes at once
 SUM_THREADS = 64  # of a block that puts the parts together
 
 

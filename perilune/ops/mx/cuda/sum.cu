@@ -1,7 +1,7 @@
 // Output columns put together from what the warps of output.cu left of them.
 #include "weights.h"
 
-constexpr int THREADS = 64, EAGER = 16, TILE = 2 * ROWS;  // parts that a thread asks for at once
+constexpr int THREADS = 64, EAGER = 24, TILE = 2 * ROWS;  // parts that a thread asks for at once
 
 // parts [tokens, warps, 2, TILE]; y [tokens, rows]. A tile has the second part of the run in which it begins, unless it begins
 // with it, and the first of the runs that follow.
