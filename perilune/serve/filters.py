@@ -42,8 +42,9 @@ def kept_weights(logits_NZ: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     nucleus = [row for row, p in enumerate(params) if p.top_p < 1.0]
     if nucleus:
         index = to_device(nucleus, device)
-        goal_N1 = weights_NZ[index].cumsum(-1, dtype=torch.float64)[:, -1:] * top_p_N1[index]
-        least_N1 = top_p_cutoff(logits_NZ[index], scale_N1[index], goal_N1)
+        some_NZ = weights_NZ[index]
+        goal_N1 = some_NZ.cumsum(-1, dtype=torch.float64)[:, -1:] * top_p_N1[index]
+        least_N1 = top_p_cutoff(logits_NZ[index], some_NZ, goal_N1)
         weights_NZ = weights_NZ.masked_fill(logits_NZ < _cutoff(logits_NZ, index, least_N1), 0.0)
     if any(p.min_p > 0.0 for p in params):
         weights_NZ = weights_NZ.masked_fill(weights_NZ < min_p_N1.to(weights_NZ.dtype), 0.0)

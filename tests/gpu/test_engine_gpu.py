@@ -211,11 +211,11 @@ def test_a_nucleus_is_that_of_the_host():
     logits_BZ[::2] *= 6
     logits_BZ[3] = (logits_BZ[3] * 4).round() / 4  # ties
     there, scale_B1 = logits_BZ.cuda(), torch.tensor([[1.0], [0.5], [2.0], [1.0], [1.0], [0.7]], device="cuda")
-    mass_B1 = torch.exp((there - there.amax(-1, keepdim=True)) * scale_B1).sum(-1, True, dtype=torch.float64)
+    weights_BZ = torch.exp((there - there.amax(-1, keepdim=True)) * scale_B1)
     for share in (0.01, 0.5, 0.95, 0.9999):
-        assert torch.equal(
-            top_p_cutoff(there, scale_B1, share * mass_B1), by_lists(there, scale_B1, share * mass_B1, ())
-        )
+        goal_B1 = share * weights_BZ.sum(-1, True, dtype=torch.float64)
+        ours, sorted_B1 = top_p_cutoff(there, weights_BZ, goal_B1), by_lists(there, weights_BZ, goal_B1, ())
+        assert torch.equal(ours, sorted_B1), (share, ours, sorted_B1)
     params = [SamplingParams(seed=row, top_p=p) for row, p in enumerate((0.5, 0.9, 0.95, 0.99, 0.3, 0.8))]
     drawn = []
     for logits in (logits_BZ, there):

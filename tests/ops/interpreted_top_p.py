@@ -16,9 +16,9 @@ def test_cutoffs(size: int, share: float, monkeypatch: pytest.MonkeyPatch) -> No
     logits_NZ = torch.randn(2, size + 3)[:, :size] * torch.tensor([[9.0], [1.0]])
     logits_NZ[0, : size // 3] = -torch.inf
     logits_NZ[1] = (logits_NZ[1] * 8).round() / 8  # many ties, on both sides of zero
-    scale_N1 = torch.tensor([[0.5], [1.3]])
-    mass_N1 = torch.exp((logits_NZ - logits_NZ.amax(-1, keepdim=True)) * scale_N1).sum(-1, True, dtype=torch.float64)
+    weights_NZ = torch.exp((logits_NZ - logits_NZ.amax(-1, keepdim=True)) * torch.tensor([[0.5], [1.3]]))
+    goal_N1 = share * weights_NZ.sum(-1, True, dtype=torch.float64)
     with force("triton"):
         assert select(logits_NZ).implementation == "triton"
-        ours = top_p_cutoff(logits_NZ, scale_N1, share * mass_N1)
-    assert torch.equal(ours, by_lists(logits_NZ, scale_N1, share * mass_N1, ()))
+        ours = top_p_cutoff(logits_NZ, weights_NZ, goal_N1)
+    assert torch.equal(ours, by_lists(logits_NZ, weights_NZ, goal_N1, ()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.ops.triton.sizes import power_of_two
 
-LARGEST = 16384  # logits that a program reads at once
+LARGEST = 8192  # logits that a program reads at once
 ROUNDS = tl.constexpr(16)  # two bits of the cut-off each
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -35,43 +35,41 @@ def _above(key, weight, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cutoff_kernel(logits, stride, scales, goals, cutoffs, Z: tl.constexpr, BLOCK: tl.constexpr):
+def _cutoff_kernel(logits, weights, stride, goals, cutoffs, Z: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    scale, goal = tl.load(scales + row), tl.load(goals + row)
+    weights += row * Z
+    goal = tl.load(goals + row)
     at = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in range(0, Z, BLOCK):
-        most = tl.maximum(most, tl.load(logits + first + at, first + at < Z, float("-inf")))
-    largest = tl.max(most, 0)
-    low = tl.zeros([], tl.int64) + _LOWEST  # all that reach it weigh enough
-    step = tl.zeros([], tl.int64) + (1 << 30)  # a quarter of the numbers that the cut-off may be, from `low` on
+    low = tl.zeros([], tl.int32) + _LOWEST  # all that reach it weigh enough
+    step = tl.zeros([], tl.int32) + (1 << 30)  # a quarter of the numbers that the cut-off may be, from `low` on
     for _ in range(ROUNDS):
         one = tl.zeros([BLOCK // 4], tl.float64)
         two = tl.zeros([BLOCK // 4], tl.float64)
         three = tl.zeros([BLOCK // 4], tl.float64)
+        middle = low + step + step
         for first in range(0, Z, BLOCK):
-            logit = tl.load(logits + first + at, first + at < Z, float("-inf"))
-            key = _ordered(logit.to(tl.int32, bitcast=True)).to(tl.int64)
-            weight = tl.exp((logit - largest) * scale).to(tl.float64)
+            inside = first + at < Z
+            logit = tl.load(logits + first + at, inside, float("-inf"))
+            weight = tl.load(weights + first + at, inside, 0.0).to(tl.float64)
+            key = _ordered(logit.to(tl.int32, bitcast=True))
             one += _above(key, weight, low + step, BLOCK)
-            two += _above(key, weight, low + 2 * step, BLOCK)
-            three += _above(key, weight, low + 3 * step, BLOCK)
-        reached = (tl.sum(one, 0) >= goal).to(tl.int64) + (tl.sum(two, 0) >= goal) + (tl.sum(three, 0) >= goal)
-        low += reached * step
+            two += _above(key, weight, middle, BLOCK)
+            three += _above(key, weight, middle + step, BLOCK)
+        low = tl.where(tl.sum(two, 0) >= goal, middle, low)
+        low = tl.where(tl.where(low == middle, tl.sum(three, 0), tl.sum(one, 0)) >= goal, low + step, low)
         step = step >> 2
-    found = _ordered(low.to(tl.int32))
-    tl.store(cutoffs + row, found.to(tl.float32, bitcast=True))
+    tl.store(cutoffs + row, _ordered(low).to(tl.float32, bitcast=True))
 
 
-def cutoff(logits_NZ: Tensor, scale_N1: Tensor, goal_N1: Tensor) -> Tensor:
-    """See `perilune.ops.top_p.top_p_cutoff`; fp32 logits and scales."""
+def cutoff(logits_NZ: Tensor, weights_NZ: Tensor, goal_N1: Tensor) -> Tensor:
+    """See `perilune.ops.top_p.top_p_cutoff`; fp32 logits and weights."""
     rows, size = logits_NZ.shape
     logits_NZ = logits_NZ if logits_NZ.stride(1) == 1 else logits_NZ.contiguous()
-    cutoff_N1 = torch.empty_like(scale_N1)
+    cutoff_N1 = torch.empty_like(goal_N1, dtype=logits_NZ.dtype)
     block = min(LARGEST, max(128, power_of_two(size)))
     _cutoff_kernel[(rows,)](
-        logits_NZ, logits_NZ.stride(0), scale_N1.contiguous(), goal_N1.contiguous(), cutoff_N1, size, block,
+        logits_NZ, weights_NZ.contiguous(), logits_NZ.stride(0), goal_N1.contiguous(), cutoff_N1, size, block,
         num_warps=max(1, block // 512),
     )  # fmt: skip
     return cutoff_N1
