@@ -63,7 +63,7 @@ class Sequence:
         self.extends_chain = extends_chain
         self.longest = maxsize if longest is None else longest
         self.scheduled = self.computed = self.pending = self.order = self.kind = self.preemptions = 0
-        self.importance = priority, 0
+        self.importance: tuple[int, int] = priority, 0
         self.resume: int | None = None
         self.known = 0
         self.state = NEW
