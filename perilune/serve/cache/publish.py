@@ -22,8 +22,7 @@ class Publisher:
         units = min(end // unit, len(lease.chain.digests))
         if units == lease.published and not record.exports:
             return
-        for index in range(lease.published, units):
-            self.enter(lease, index)
+        self.enter(lease, units)
         for position, reason in record.found:
             if position <= units * unit:
                 self._want_checkpoint(lease, self._node_at(lease, position), reason)
@@ -36,21 +35,25 @@ class Publisher:
     def _node_at(self, lease: Lease, position: int) -> Node:
         return self.store.trie.nodes[lease.chain.digests[position // self.geometry.unit - 1]]
 
-    def enter(self, lease: Lease, index: int) -> None:
-        """Enter the unit `index` of a sequence, or find that it has been entered."""
-        unit, digest = self.geometry.unit, lease.chain.digests[index]
-        node = self.store.trie.nodes.get(digest)
-        if node is None:
-            page = lease.pages[index * unit // self.geometry.page_tokens]
-            node = self.store.enter(digest, (index + 1) * unit, lease.last_node, page)
-        elif node.page not in lease.held:
-            # Another request was first, and our page stays ours alone. What we enter below hangs on its page: hold it,
-            # as a running request holds all pages of its prefix. So what is held is closed towards the root, and every
-            # page that nobody holds can be evicted, leaves first.
-            self.store.hold((node.page,))
-            lease.held.add(node.page)
-        self.store.use(node, instead_of=lease.last_node)
-        lease.last_node, lease.published = node, index + 1
+    def enter(self, lease: Lease, units: int) -> None:
+        """Enter a sequence's units up to this many, or find that they have been entered."""
+        store, unit, size = self.store, self.geometry.unit, self.geometry.page_tokens
+        last, held, pages, find = lease.last_node, lease.held, lease.pages, store.trie.nodes.get
+        for index in range(lease.published, units):
+            digest = lease.chain.digests[index]
+            node = find(digest)
+            if node is None:
+                node = store.enter(digest, (index + 1) * unit, last, pages[index * unit // size])
+            elif node.page not in held:
+                # Another request was first, and our page stays ours alone. What we enter below hangs on its page: hold it,
+                # as a running request holds all pages of its prefix. So what is held is closed towards the root, and every
+                # page that nobody holds can be evicted, leaves first.
+                store.hold((node.page,))
+                held.add(node.page)
+            last = node
+        if last is not lease.last_node:
+            store.use(last, instead_of=lease.last_node)
+            lease.last_node, lease.published = last, units
 
     def enter_checkpoint(self, lease: Lease, export: ExportState) -> None:
         """Enter states that have been written, or let their pages go if the prefix has a checkpoint."""

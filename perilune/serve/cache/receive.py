@@ -102,8 +102,7 @@ class Transfers:
         if missing:
             return False
         if lease.publishing:
-            for index in range(lease.published, incoming.end // self.store.geometry.unit):
-                self.publisher.enter(lease, index)
+            self.publisher.enter(lease, incoming.end // self.store.geometry.unit)
             if incoming.state:
                 self.publisher.enter_checkpoint(lease, ExportState(incoming.end, incoming.state, IMPORT))
         else:
