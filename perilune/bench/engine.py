@@ -74,7 +74,11 @@ class Aimed:
 def cases(model_name: str, device: str) -> Iterator[Measurable]:
     """All rows."""
     model = model_of(model_name, device)
-    length = 512 if device == "cpu" else 4096
+    on_cpu = device == "cpu"
+    length = 512 if on_cpu else 4096
+    prefix = engine_prefix.rows(model_name, device, engine_prefix.CPU if on_cpu else engine_prefix.GPU)
+    if not on_cpu:  # first what only a GPU can run, lest a budget end before it
+        yield from prefix
     for batch in BATCHES:
         yield Case(
             name=f"engine_decode_b{batch}", shape=f"{model_name}, lengths {length // 2} to {length}",
@@ -85,8 +89,7 @@ def cases(model_name: str, device: str) -> Iterator[Measurable]:
         name="engine_together_b8", shape=f"{model_name}, prompts of 20 to 62 tokens", peer="a pass for each",
         make=lambda: (loads.together(model, one_pass=True), loads.together(model, one_pass=False)),
     )  # fmt: skip
-    on_cpu = device == "cpu"
-    yield from engine_prefix.rows(model_name, device, engine_prefix.CPU if on_cpu else engine_prefix.GPU)
+    yield from prefix  # on a CPU
     yield Waits(model=model, sizes=engine_waits.CPU if on_cpu else engine_waits.GPU, goal=0.5)
     answers = 60 if on_cpu else 20
     aborts = Case(
