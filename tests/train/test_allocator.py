@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from perilune.train import allocator
 from perilune.train.allocator import keep_large_blocks
 
 COUNT_MAPPED = """
-import ctypes, sys
-from perilune.train.allocator import keep_large_blocks
+import ctypes, runpy, sys
+keep_large_blocks = runpy.run_path(sys.argv[2])["keep_large_blocks"]  # the file alone: its package would import torch
 
 class Info(ctypes.Structure):  # struct mallinfo2, mallinfo(3)
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -30,7 +31,8 @@ print(libc.mallinfo2().hblkhd - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt and mallinfo2 are glibc's")
 @pytest.mark.parametrize(("how", "mapped"), [("as it is", True), ("kept", False)])
 def test_a_large_block_is_mapped_on_its_own_only_before(how, mapped):
-    done = subprocess.run([sys.executable, "-c", COUNT_MAPPED, how], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", COUNT_MAPPED, how, allocator.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (int(done.stdout) >= 1 << 26) is mapped
 
 
