@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import unavailable_reason
+from perilune.ops.cuda import Kernel, unavailable_reason
 from perilune.ops.triton.sizes import blocks, power_of_two
 
 MOST_ROWS = 32  # tokens of a call; more are better served by a library's products
@@ -44,6 +46,14 @@ def unfit(weight: Tensor, width: int, dtype: torch.dtype = torch.bfloat16) -> st
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return "the kernels of few rows read dense matrices that start at a multiple of 16 bytes"
     return None
+
+
+def early_kernel(source: Path, parameters: str, threads: int, shared_bytes: int, **macros: int) -> Kernel:
+    """The kernel of a source, named as its file, which begins early and is told how much shared memory it has."""
+    return Kernel(
+        source, source.stem, parameters, threads=threads, shared_bytes=shared_bytes,
+        defines=macros | {"SHARED_BYTES": shared_bytes}, early=True,
+    )  # fmt: skip
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import rows_of
+from perilune.ops.few_rows.kernels import early_kernel, rows_of
 from perilune.ops.triton.sizes import blocks
 
 
@@ -16,9 +16,8 @@ from perilune.ops.triton.sizes import blocks
 def kernel(latent: int, shared: int) -> Kernel:
     """The kernel for these widths."""
     threads = min(1024, 32 * blocks((latent + shared) // 8, 32))
-    return Kernel(
-        Path(__file__).parent / "append.cu", "append", "PPPPPqqqf", threads=threads, shared_bytes=128,
-        defines={"LATENT": latent, "SHARED_KEYS": shared, "THREADS": threads}, early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "PPPPPqqqf", threads, 128, LATENT=latent, SHARED_KEYS=shared, THREADS=threads
     )  # fmt: skip
 
 

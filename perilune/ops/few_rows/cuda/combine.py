@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from perilune.ops.cuda import Kernel
+from perilune.ops.few_rows.kernels import early_kernel
 from perilune.ops.triton.sizes import blocks
 
 
@@ -13,7 +14,6 @@ from perilune.ops.triton.sizes import blocks
 def kernel(width: int, active: int, norm: bool) -> Kernel:
     """The kernel for tokens of `width` numbers, with or without the norm."""
     threads = 32 * blocks(width // 4, 32)
-    return Kernel(
-        Path(__file__).parent / "combine.cu", "combine", "PPPPPPf", threads=threads, shared_bytes=128,
-        defines={"WIDTH": width, "ACTIVE": active, "THREADS": threads, "NORM": int(norm)}, early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "PPPPPPf", threads, 128, WIDTH=width, ACTIVE=active, THREADS=threads, NORM=int(norm)
     )  # fmt: skip

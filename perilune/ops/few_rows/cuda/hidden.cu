@@ -13,6 +13,10 @@
 constexpr int NT = TOKEN_TILES, UT = UNIT_TILES;
 typedef Ring<2 * UT, NT, WIDTH / STEP> Turns;
 constexpr int PART = Turns::BYTES / WARPS;
+static_assert(Turns::BYTES <= SHARED_BYTES && 512 * 2 * UT * NT <= PART, "shared memory");
+#if ROUTES
+static_assert(TABLE_BYTES + 16 <= SHARED_BYTES && EXPERTS <= THREADS, "a thread for each expert");
+#endif
 
 // The number of the n-th lowest bit that is set, of some that are.
 DEVICE int nth_bit(u32 x, int n) {

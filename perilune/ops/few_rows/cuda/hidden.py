@@ -7,7 +7,7 @@ from pathlib import Path
 
 from perilune.ops.cuda import Kernel
 from perilune.ops.few_rows.cuda import route
-from perilune.ops.few_rows.kernels import WARPS, ring_bytes
+from perilune.ops.few_rows.kernels import WARPS, early_kernel, ring_bytes
 
 
 @cache
@@ -17,15 +17,8 @@ def kernel(
 ) -> Kernel:  # fmt: skip
     """The kernel for these macros; without `routes` the last four do not matter."""
     table = route.table_bytes(experts, tokens) + 16 if routes else 0
-    return Kernel(
-        Path(__file__).parent / "hidden.cu",
-        "hidden",
-        "P" * 9 + "qifff",
-        threads=32 * WARPS,
-        shared_bytes=max(ring_bytes(width, 2 * units, tiles), table),
-        defines={
-            "WIDTH": width, "HIDDEN": hidden, "UNIT_TILES": units, "TOKEN_TILES": tiles, "GATE_CAPPED": int(gate_capped), "UP_CAPPED": int(up_capped),
-            "ROUTES": int(routes),
-        } | (route.macros(experts, active, tokens, renormalize) if routes else {}),
-        early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "P" * 9 + "qifff", 32 * WARPS, max(ring_bytes(width, 2 * units, tiles), table),
+        WIDTH=width, HIDDEN=hidden, UNIT_TILES=units, TOKEN_TILES=tiles, GATE_CAPPED=int(gate_capped), UP_CAPPED=int(up_capped),
+        ROUTES=int(routes), **(route.macros(experts, active, tokens, renormalize) if routes else {}),
     )  # fmt: skip

@@ -12,6 +12,8 @@ typedef Ring<2, NT, STEPS> UnitTurns;
 typedef Ring<1, NT, STEPS> Turns;
 DEVICE constexpr int tiles_of(int rows) { return (rows + ROWS - 1) / ROWS; }
 constexpr int LATENT_TILES = tiles_of(LATENT), HIDDEN_TILES = tiles_of(HIDDEN);
+static_assert(!(HIDDEN || EXPERTS) || UnitTurns::BYTES <= SHARED_BYTES, "shared memory");
+static_assert(!LATENT || Turns::BYTES <= SHARED_BYTES, "shared memory");
 
 // A float as three bfloat16 numbers, a pair of them at a time; the float is their sum.
 DEVICE void split(u32 (&parts)[3], float low, float high) {

@@ -9,24 +9,28 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import ROWS, WARPS, Caps, ring_bytes, rows_of, token_tiles, unit_macros, unit_numbers
+from perilune.ops.few_rows.kernels import (
+    ROWS,
+    WARPS,
+    Caps,
+    early_kernel,
+    ring_bytes,
+    rows_of,
+    token_tiles,
+    unit_macros,
+    unit_numbers,
+)
 from perilune.ops.triton.sizes import blocks
 
 
 @cache
 def kernel(width: int, tiles: int, latent: int, experts: int, hidden: int, capped: bool, up_capped: bool) -> Kernel:
     """The kernel for these macros."""
-    return Kernel(
-        Path(__file__).parent / "mixture.cu",
-        "mixture",
-        "P" * 8 + "qiff",
-        threads=32 * WARPS,
-        shared_bytes=max(ring_bytes(width, rows, tiles) for rows, there in ((2, hidden or experts), (1, latent)) if there),
-        defines={
-            "WIDTH": width, "TOKEN_TILES": tiles, "LATENT": latent, "EXPERTS": experts, "HIDDEN": hidden,
-            "GATE_CAPPED": int(capped), "UP_CAPPED": int(up_capped),
-        },
-        early=True,
+    rings = [ring_bytes(width, rows, tiles) for rows, there in ((2, hidden or experts), (1, latent)) if there]
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "P" * 8 + "qiff", 32 * WARPS, max(rings),
+        WIDTH=width, TOKEN_TILES=tiles, LATENT=latent, EXPERTS=experts, HIDDEN=hidden, GATE_CAPPED=int(capped),
+        UP_CAPPED=int(up_capped),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
 constexpr int NT = TOKEN_TILES, RT = ROW_TILES;
 typedef Ring<RT, NT, WIDTH / STEP> Turns;
 constexpr int PART = Turns::BYTES / WARPS;
+static_assert(Turns::BYTES <= SHARED_BYTES && 512 * RT * NT <= PART, "shared memory");
 
 KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, float* y) {
     SHARED(memory);

@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import WARPS, ring_bytes
+from perilune.ops.few_rows.kernels import WARPS, early_kernel, ring_bytes
 
 
 @cache
 def kernel(hidden: int, width: int, rows: int, tiles: int) -> Kernel:
     """The kernel for matrices of `width` rows and `hidden` columns."""
-    return Kernel(
-        Path(__file__).parent / "output.cu", "output", "PPPP", threads=32 * WARPS, shared_bytes=ring_bytes(hidden, rows, tiles),
-        defines={"WIDTH": hidden, "OUT": width, "ROW_TILES": rows, "TOKEN_TILES": tiles}, early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "PPPP", 32 * WARPS, ring_bytes(hidden, rows, tiles),
+        WIDTH=hidden, OUT=width, ROW_TILES=rows, TOKEN_TILES=tiles,
     )  # fmt: skip

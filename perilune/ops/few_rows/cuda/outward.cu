@@ -14,6 +14,7 @@ constexpr int MOST_BYTES = 512 * RT * NT;  // of a warp's sums
 typedef Ring<RT, (PAIRS ? 0 : NT), STEPS> Turns;
 typedef Ring<RT, NT, (SECOND ? SECOND : STEP) / STEP> MoreTurns;
 constexpr int PART = larger(Turns::BYTES / WARPS, MOST_BYTES), MORE_PART = SECOND ? larger(MoreTurns::BYTES / WARPS, MOST_BYTES) : 0;
+static_assert(WARPS * (PART + MORE_PART) + 4 * 8 * STEP_PAIRS <= SHARED_BYTES, "shared memory");
 
 // y [pairs, WIDTH], weight and pair [tokens, ACTIVE]; or x [tokens, WIDTH] with the tokens' factors.
 KERNEL(THREADS, 2) outward(

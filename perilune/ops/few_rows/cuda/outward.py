@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import STEP, TILE_TOKENS, WARPS, ring_bytes, sum_bytes
+from perilune.ops.few_rows.kernels import STEP, TILE_TOKENS, WARPS, early_kernel, ring_bytes, sum_bytes
 from perilune.ops.triton.sizes import blocks
 
 PAIR_TILES = 1  # tiles of tokens of which every block adds up the experts' outputs
@@ -19,15 +19,7 @@ def kernel(width: int, second: int, active: int, tiles: int, norm: bool) -> Kern
     pairs, sums = tiles <= PAIR_TILES, sum_bytes(row_tiles, tiles)
     turns = max(ring_bytes(width, row_tiles, 0 if pairs else tiles), sums)
     more = max(ring_bytes(second, row_tiles, tiles), sums) if second else 0
-    return Kernel(
-        Path(__file__).parent / "outward.cu",
-        "outward",
-        "P" * 10 + "iif",
-        threads=32 * WARPS,
-        shared_bytes=turns + more + 4 * blocks(width // STEP, 2) * TILE_TOKENS,
-        defines={
-            "WIDTH": width, "SECOND": second, "ACTIVE": active, "TOKEN_TILES": tiles, "ROW_TILES": row_tiles,
-            "PAIRS": int(pairs), "NORM": int(norm),
-        },
-        early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "P" * 10 + "iif", 32 * WARPS, turns + more + 4 * blocks(width // STEP, 2) * TILE_TOKENS,
+        WIDTH=width, SECOND=second, ACTIVE=active, TOKEN_TILES=tiles, ROW_TILES=row_tiles, PAIRS=int(pairs), NORM=int(norm),
     )  # fmt: skip

@@ -9,6 +9,7 @@
 constexpr int NT = TOKEN_TILES, RT = ROW_TILES;
 typedef Ring<RT, (GATED ? 2 : 1) * NT, WIDTH / STEP> Turns;
 constexpr int PART = Turns::BYTES / WARPS;  // of a warp
+static_assert(Turns::BYTES + 4 * WARPS * 8 * NT <= SHARED_BYTES && 512 * RT * NT <= PART, "shared memory");
 
 template <int S> struct Segments {  // a type of its own for each S: the emulator's libraries share a process
     const bf16* weight[S];  // [rows, WIDTH]

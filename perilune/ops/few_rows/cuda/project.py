@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, ring_bytes, rows_of, token_tiles
+from perilune.ops.few_rows.kernels import ROWS, TILE_TOKENS, WARPS, early_kernel, ring_bytes, rows_of, token_tiles
 from perilune.ops.triton.sizes import blocks
 
 MOST_MATRICES = 6
@@ -20,17 +20,10 @@ MANY_TILES = 1024  # of 16 matrix rows, some for each multiprocessor
 @cache
 def kernel(width: int, segments: int, rows: int, tiles: int, norm: bool, gated: bool) -> Kernel:
     """The kernel for these macros; rows: tiles of them in a block."""
-    return Kernel(
-        Path(__file__).parent / "project.cu",
-        "project",
-        "P" * (2 * segments) + "i" * segments + "PPP" + "qqq" + "if",
-        threads=32 * WARPS,
-        shared_bytes=ring_bytes(width, rows, (2 if gated else 1) * tiles) + 4 * WARPS * TILE_TOKENS * tiles,
-        defines={
-            "WIDTH": width, "SEGMENTS": segments, "TOKEN_TILES": tiles, "ROW_TILES": rows,
-            "NORM": int(norm), "GATED": int(gated),
-        },
-        early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "P" * (2 * segments) + "i" * segments + "PPP" + "qqq" + "if", 32 * WARPS,
+        ring_bytes(width, rows, (2 if gated else 1) * tiles) + 4 * WARPS * TILE_TOKENS * tiles,
+        WIDTH=width, SEGMENTS=segments, TOKEN_TILES=tiles, ROW_TILES=rows, NORM=int(norm), GATED=int(gated),
     )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 // Reads over depth of a few tokens, a block each. Macros: see read.h.
 #include "read.h"
 
+static_assert(4 * SCRATCH_FLOATS <= SHARED_BYTES, "shared memory");
+
 KERNEL(READERS, 1) read(
     Sources<M> sources, const bf16* delta, i64 delta_stride, const float* score_weight, const float* query, const float* norm,
     bf16* total, bf16* out, float eps, float norm_eps) {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.few_rows.kernels import rows_of
+from perilune.ops.few_rows.kernels import early_kernel, rows_of
 
 READERS = 256
 
@@ -18,16 +18,10 @@ READERS = 256
 @cache
 def kernel(width: int, sources: int, delta: bool, query: bool, norm: bool) -> Kernel:
     """The kernel for these macros."""
-    return Kernel(
-        Path(__file__).parent / "read.cu",
-        "read",
-        "P" * sources + "q" * sources + "Pq" + "P" * 5 + "ff",
-        threads=READERS,
-        shared_bytes=4 * (READERS // 32) * (2 * sources + 1),
-        defines={
-            "WIDTH": width, "SOURCES": sources, "HAS_DELTA": int(delta), "HAS_QUERY": int(query), "HAS_NORM": int(norm),
-        },
-        early=True,
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "P" * sources + "q" * sources + "Pq" + "P" * 5 + "ff", READERS,
+        4 * (READERS // 32) * (2 * sources + 1),
+        WIDTH=width, SOURCES=sources, HAS_DELTA=int(delta), HAS_QUERY=int(query), HAS_NORM=int(norm),
     )  # fmt: skip
 
 

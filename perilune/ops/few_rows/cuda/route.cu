@@ -1,6 +1,8 @@
 // All routes of a few tokens as a kernel of its own, one block. Macros: see route.h; THREADS, at least EXPERTS.
 #include "route.h"
 
+static_assert(TABLE_BYTES <= SHARED_BYTES && EXPERTS <= THREADS, "a thread for each expert");
+
 KERNEL(THREADS, 1) route(
     const float* logits, const float* __restrict__ bias, float* weight, int* pair, uint4* list, int tokens, int most, float scaling) {
     SHARED(memory);

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
+from perilune.ops.few_rows.kernels import early_kernel
 from perilune.ops.triton.sizes import blocks
 
 
@@ -25,15 +26,10 @@ def macros(experts: int, active: int, tokens: int, renormalize: bool) -> dict[st
 def kernel(experts: int, active: int, tokens: int, renormalize: bool) -> Kernel:
     """The kernel for at most so many tokens."""
     threads = min(1024, max(32 * tokens, 32 * blocks(experts, 32)))
-    return Kernel(
-        Path(__file__).parent / "route.cu",
-        "route",
-        "PPPPPiif",
-        threads=threads,
-        shared_bytes=table_bytes(experts, tokens),
-        defines=macros(experts, active, tokens, renormalize) | {"THREADS": threads},
-        early=True,
-    )
+    return early_kernel(
+        Path(__file__).with_suffix(".cu"), "PPPPPiif", threads, table_bytes(experts, tokens), THREADS=threads,
+        **macros(experts, active, tokens, renormalize),
+    )  # fmt: skip
 
 
 def route(
