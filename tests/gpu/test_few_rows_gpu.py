@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TOKENS = (1, 3, 8, 9, 17, 32)
+TOKENS = (1, 8, 9, 32)  # each another kernel
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -52,6 +52,8 @@ def test_projections_equal_float64_alone_and_in_company(width: int) -> None:
             close(y, exact @ weight.double().T, 4e-3, (tokens, len(weight)))
         for row, y in enumerate(got[0].split(1)):
             assert torch.equal(y, alone[row]), f"row {row} of {tokens} depends on its company"
+        if tokens not in (1, 32):
+            continue
         truth = rms_norm_reference(exact, scale, 1e-3) @ weights[0].double().T
         close(normed_linear(x, scale, 1e-3, weights[0]), truth, 5e-3, ("norm", tokens))
         truth = (exact * gate.double().sigmoid()) @ weights[0].double().T
@@ -105,14 +107,13 @@ def test_a_layer_with_experts(name: str) -> None:
     gate, up, down = (matrix.double() for matrix in w.shared)
     truth = rms_norm_reference(torch.stack(rows), *w.norm) @ w.up_DL.double().T
     truth = truth + unit(x32.double() @ gate.T, x32.double() @ up.T) @ down.T
-    for tokens in TOKENS:
+    for tokens in (1, 3, 9, 32):
         got = layer_decode(x32[:tokens], w, active)
         close(got, truth[:tokens], 6e-3, (name, tokens))
         assert torch.equal(got, alone[:tokens]), f"{tokens} tokens: a row depends on its company"
 
 
-@pytest.mark.parametrize("count", [2, 5, 9])
-@pytest.mark.parametrize("width", [512, 1024, 2048])
+@pytest.mark.parametrize(("count", "width"), [(2, 512), (5, 1024), (9, 2048)])
 @torch.no_grad()
 def test_reads_over_depth(count: int, width: int) -> None:
     torch.manual_seed(0)
