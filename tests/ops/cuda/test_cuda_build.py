@@ -83,7 +83,7 @@ def test_prepare_spills_next_to_nothing(key_dim: int, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PERILUNE_CACHE", str(tmp_path / "cache"))
     _, messages = prepare.kernel(key_dim, False).compiled()
     found = re.search(r"(\d+) bytes spill stores", messages)
-    assert found is not None and int(found[1]) <= 8, messages
+    assert found is not None and int(found[1]) <= 16, messages
 
 
 @needs_nvrtc
