@@ -171,6 +171,12 @@ def _line(row: Row) -> str:
         text += f" (peer {row.extra['peer_mfu']:.1%}, +{row.extra['peer_peak_bytes'] / 1e9:.1f} GB)"
     if "peak_over_shard" in row.extra:
         text += f"   peak memory {row.extra['peak_over_shard']:.2f} of the largest file"
+    if "brought_back_ms" in row.extra:
+        text += f"   brought back in {row.extra['brought_back_ms']:.1f} ms"
+    if "score_difference" in row.extra:
+        text += f"   scores differ by {row.extra['score_difference']:.1e} deviations"
+    if "long_price" in row.extra:
+        text += f"   long prompts take {row.extra['long_price']:.2f} times as long"
     if "p99_ms" in row.extra:
         text += f"   p90 {row.extra['p90_ms']:.1f}, p99 {row.extra['p99_ms']:.1f} ms"
     if "goodput_per_second" in row.extra:
