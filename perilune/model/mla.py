@@ -219,17 +219,16 @@ class GatedMLA(nn.Module):
             and not torch.is_grad_enabled()
         ):
             return self._decode(x_BTD[:, 0], state)[:, None], state
-        latent, shared = self.latents(x_BTD, past)
         if state is None:
-            keys, values = self.expand(latent, shared)
             whole = self.mla.rope_theta is None
             q = self._unrotated(x_BTD) if whole else torch.cat(self.queries(x_BTD), dim=-1)
+            keys, values = self.expand(*self.latents(x_BTD))
             largest_H = self.max_logit_H if self.training and self.track_max_logit else None
             out = attend(q, keys, values, self.scale, segments, fp32_output=self.fp32_output, largest_H=largest_H)
         else:
             assert past is not None and segments is None, "a cached call needs past lengths and no packed documents"
             q_nope, q_shared = self.queries(x_BTD, past)
-            entries = torch.cat((latent, shared), dim=-1)
+            entries = torch.cat(self.latents(x_BTD, past), dim=-1)
             lengths = sorted(set(past))
             if isinstance(state, PagedCache):
                 state.append(entries)
