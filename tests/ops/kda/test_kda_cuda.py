@@ -56,9 +56,9 @@ def run(x: Inputs, s: Setting, device: str, whole: bool = True) -> Prepared:
     made += (guarded((chunks, heads, size), torch.float32, device) for size in (key_dim, CHUNK))
     out = Prepared(*(view for view, _ in made))
     stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out, whole)
-    for view, whole in made:
-        assert whole.isnan().sum() == whole.numel() - view.numel() + view.isnan().sum()
-        assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), "wrote beside an output"
+    for view, around in made:
+        assert around.isnan().sum() == around.numel() - view.numel() + view.isnan().sum()
+        assert around[:GUARD].isnan().all() and around[-GUARD:].isnan().all(), "wrote beside an output"
     return out
 
 
