@@ -2,9 +2,8 @@
 
 Weights are random, which changes nothing in time but the experts' load. `ours_ms` is what a step takes at the client: forward
 pass, draw, reading of text. The peer is the replay of the recorded pass alone: what an engine could reach whose own work cost
-nothing. The bound is the least traffic at copy speed. `extra`:
+nothing. (A sum of its kernels would count twice what they do while their predecessors end.) The bound is the least traffic at copy speed. `extra`:
 
-- `kernels_ms`: the sum of the pass's kernels, without the gaps between them, as the profiler counts.
 - `host_ms`: the host's own work for a step, most of it while the device works on another; waiting does not count.
 - `synchronous_ms`: a step of the same engine when the next step is planned only after the last one was read.
 - `target_ratio`: what `ratio` aims at.
@@ -109,17 +108,6 @@ def _replay_ms(engine: LocalEngine, batch: int) -> float:
     return statistics.median(times)
 
 
-def _kernels_ms(engine: LocalEngine, batch: int) -> float:
-    """Milliseconds of the kernels of the recorded pass of `batch` rows."""
-    graph, repeats = engine.core.runner.recorded(batch), 3
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            graph.replay()
-        torch.cuda.synchronize()
-    on_device = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(event.time_range.elapsed_us() for event in on_device) / repeats / 1e3
-
-
 @contextmanager
 def _synchronous(engine: LocalEngine) -> Iterator[None]:
     """Meanwhile the engine reads each step before it plans the next one."""
@@ -157,10 +145,7 @@ class DecodeCase:
         ours, replay = statistics.median(times), _replay_ms(engine, self.batch)
         with _synchronous(engine):
             serial = statistics.median(_step_ms(engine, self.batch, seed).step for seed in seeds)
-        extra = {
-            "kernels_ms": _kernels_ms(engine, self.batch), "host_ms": statistics.median(hosts),
-            "synchronous_ms": serial, "target_ratio": GOAL,
-        }  # fmt: skip
+        extra = {"host_ms": statistics.median(hosts), "synchronous_ms": serial, "target_ratio": GOAL}
         return Row(
             name=self.name, shape=self.shape, ours_ms=ours, peer="replay of the recorded pass", peer_ms=replay,
             ratio=replay / ours, bound_ms=1e3 * step_bytes(model, self.batch) / copy_ceiling(device),
