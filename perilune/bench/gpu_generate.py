@@ -2,7 +2,8 @@
 
 Weights are random, which changes nothing in time but the experts' load. `ours_ms` is what a step takes at the client: forward
 pass, draw, reading of text. The peer is the replay of the recorded pass alone: what an engine could reach whose own work cost
-nothing. (A sum of its kernels would count twice what they do while their predecessors end.) The bound is the least traffic at copy speed. `extra`:
+nothing. (A sum of its kernels would count twice what they do while their predecessors end.) The bound is the least traffic at
+copy speed. `extra`:
 
 - `host_ms`: the host's own work for a step, most of it while the device works on another; waiting does not count.
 - `synchronous_ms`: a step of the same engine when the next step is planned only after the last one was read.
