@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from soak_rig import PATIENCE, Clients, Corpus, Server, holds, until_heard
+from soak_client import ask
+from soak_rig import PATIENCE, Clients, Corpus, Server, holds, outcome, until_heard
 from soak_server import DISK_BYTES
 from tiny_model import tiny_engine
 
@@ -162,6 +163,9 @@ class Soak:
             old.process.kill()
         elif ending == "term busy":
             old.process.send_signal(signal.SIGTERM)
+            while old.process.poll() is None:  # who comes now is told so
+                self.seen[outcome(ask(old.url, "/v1/completions", self.corpus.body(0)))] += 1
+                time.sleep(0.01)
         else:
             old.fail("engine")
         code = old.end()
