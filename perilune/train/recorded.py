@@ -23,7 +23,7 @@ from torch import Tensor
 
 from perilune.data.loader import Batch
 from perilune.model.transformer import Transformer
-from perilune.ops.cuda.graph import record
+from perilune.ops.cuda.graph import record_graph
 from perilune.ops.moe import BALANCERS
 from perilune.ops.moe.balance import NoBalance, SignBias
 from perilune.ops.moe.quantile import QuantileHistogram
@@ -206,7 +206,7 @@ class Steps:
     def _graph(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return record(run, self._pool, self.model.device)[0]
+        return record_graph(run, self._pool, self.model.device)[0]
 
 
 def _generator(device: torch.device) -> torch.Generator | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from perilune.model import Transformer
 from perilune.model.paged import PagedRecurrent, PagedRows, PagedState
+from perilune.ops.cuda.graph import record_graph
 from perilune.ops.kda.decode_pages import select as select_kda
 from perilune.ops.mla.kernel_choice import PAGE
 from perilune.serve.runner.inputs import STATE, DecodeInputs
@@ -105,10 +106,7 @@ class DecodeGraphs:
             for _ in range(WARM_UP):
                 self._pass(still)
         torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may call CUDA meanwhile, an encoder of images for instance.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits_BZ = self._pass(still)
+        graph, logits_BZ = record_graph(lambda: self._pass(still), self._memory, device)
         state_GB.copy_(kept_GB)
         return _Recording(graph, still, logits_BZ, rows.table_BP)
 
