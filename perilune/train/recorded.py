@@ -161,14 +161,10 @@ class Steps:
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] <= WARM_UP:
             return None
-        generator = _generator(self.model.device)
-        drawn = None if generator is None else generator.clone_state()
         try:
             recording = self._recordings[key] = self._record(key)
         except (RuntimeError, NotImplementedError) as error:  # an operation that waits, or that no recording can hold
             self._give_up(error)
-            if generator is not None and drawn is not None:
-                generator.graphsafe_set_state(drawn)  # it would take itself to be in a recording for ever
             return None
         self.log.info("recorded a training step of %s", ", ".join(_words(form) for form in sorted({first, *others})))
         if len(self._recordings) > MOST:
@@ -207,13 +203,6 @@ class Steps:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return record_graph(run, self._pool, self.model.device)[0]
-
-
-def _generator(device: torch.device) -> torch.Generator | None:
-    """The device's own, which takes part in every recording."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _words(form: Form) -> str:

@@ -137,7 +137,6 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so() -> None:
         seen.append([steps.run([batch(number)], 0.5).loss for number in range(5)])
         if record:
             assert steps.reason is not None and "recording a step failed" in steps.reason and not steps._recordings
-            torch.randn(3, device="cuda")  # the generator is out of the recording
     assert seen[0] == seen[1]
 
 

@@ -18,6 +18,8 @@ PACKAGE = Path(perilune.__file__).parent
 SOURCE = '#include "device.h"\nKERNEL(64, 1) f(float* a, int n) { a[threadIdx.x] = n * FACTOR; }\n'
 SOURCES = sorted(PACKAGE.rglob("*.cu"))
 SIZES = {
+    "key": 128,
+    "value": 128,
     "key_dim": 128,
     "value_dim": 128,
     "width": 128,
@@ -34,15 +36,26 @@ FLAGS = (False, True)
 
 
 def kernels(source: Path) -> list[Kernel]:
-    """The kernel of a source as a module beside it makes it, all flags off, and all on: the module of the same name, or
-    the one whose `kernel` takes the name."""
-    beside = source.with_suffix(".py")
-    if not beside.exists():
-        (beside,) = (path for path in source.parent.glob("*.py") if "def kernel(name: str," in path.read_text())
-    module = importlib.import_module(".".join(beside.with_suffix("").relative_to(PACKAGE.parent).parts))
-    (make,) = (f for n, f in vars(module).items() if n.strip("_") == "kernel")
-    given = {n: str(p.annotation) for n, p in inspect.signature(make).parameters.items()}
-    return [make(**{n: source.stem if t == "str" else value(n, t, flag) for n, t in given.items()}) for flag in FLAGS]
+    """The kernels that modules beside a source make of it, all flags off, and all on.
+
+    Such a function is `kernel`, of a module with the source's name or taking one, or one whose name ends with that.
+    """
+    made = []
+    for beside in sorted(source.parent.glob("[!_]*.py")):
+        module = importlib.import_module(".".join(beside.with_suffix("").relative_to(PACKAGE.parent).parts))
+        for name, make in vars(module).items():
+            if name.strip("_").endswith("kernel") and inspect.getmodule(inspect.unwrap(make)) is module:
+                told = {n: str(p.annotation) for n, p in inspect.signature(make).parameters.items()}
+                if any("Mapping" in t or "dict" in t for t in told.values()):
+                    continue  # what those of several modules are made by
+                if "str" in told.values() or beside.stem == source.stem or name.strip("_") != "kernel":
+                    made += [
+                        make(**{n: source.stem if t == "str" else value(n, t, flag) for n, t in told.items()})
+                        for flag in FLAGS
+                    ]
+    found = [kernel for kernel in made if kernel.source == source]
+    assert found, "no function beside it makes a kernel of it"
+    return found
 
 
 def value(name: str, annotation: str, flag: bool) -> bool | int | None:
