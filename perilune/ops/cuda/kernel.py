@@ -4,7 +4,7 @@
     reason = KERNEL.unavailable_reason(x.device)
     KERNEL.launch((blocks,), x, y, 2.0, x.numel())
 
-The source includes "device.h" (see there) and headers of its own folder. The code is compiled with NVRTC for the device at
+The source includes "device.h" (see there), other headers of this folder and those of its own. NVRTC compiles it for the device at
 hand and cached per user; the key covers source, headers, options and the compiler's version. Nothing falls back silently:
 a caller asks `unavailable_reason` and takes another path with that reason.
 
@@ -189,5 +189,6 @@ class Kernel:
         return (target, *OPTIONS, *(f"-D{name}={value}" for name, value in self.defines.items()))
 
     def _headers(self) -> list[Path]:
-        """What the source may include: device.h, and the headers beside it."""
-        return [FOLDER / "device.h", *sorted(self.source.parent.glob("*.h"))]
+        """What the source may include: the headers here, and those beside it."""
+        shared = (path for path in FOLDER.glob("*.h") if path.name != "emulator.h")
+        return [*sorted(shared), *sorted(self.source.parent.glob("*.h"))]

@@ -13,29 +13,9 @@
 // company. Columns beyond the tokens repeat the last one.
 #pragma once
 #include "device.h"
+#include "gated_unit.h"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 16, STEP = 32;
-constexpr float LOG2E = 1.4426950408889634f;
-
-DEVICE float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
-DEVICE float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays
-DEVICE float at_most(float x, float most) { return x > most ? most : x; }
-
-// beta tanh(a / beta) sigmoid(a) linear_beta tanh(b / linear_beta); a sigmoid(a) b without the caps. Exponents are bounded so
-// that no product overflows.
-template <bool GATE, bool UP> DEVICE float gated_unit(float a, float b, float beta, float linear_beta) {
-    const float opened = reciprocal(1.0f + exp2_fast(at_least(a, -56.0f) * -LOG2E));
-    float left = a, right = b;
-    if (GATE) {
-        const float u = exp2_fast(at_most(a * (-2.0f * LOG2E / beta), 40.0f));
-        left = beta * (1.0f - u) * reciprocal(1.0f + u);
-    }
-    if (UP) {
-        const float v = exp2_fast(at_most(b * (-2.0f * LOG2E / linear_beta), 40.0f));
-        right = linear_beta * (1.0f - v) * reciprocal(1.0f + v);
-    }
-    return left * opened * right;
-}
 
 // A block: `count` floats come into the cache. For parameters, before the wait for earlier kernels.
 DEVICE void prefetch_floats(const float* p, int count) {

@@ -2,29 +2,10 @@
 //
 // A block takes 16 hidden units of one pair, and each of its warps every WARPS-th step of 128 columns of both matrices: what
 // counts is that many loads are under way. Macros: GATE_CAPPED, UP_CAPPED.
+#include "gated_unit.h"
 #include "weights.h"
 
 constexpr int WARPS = 4, AHEAD = 2, BLOCKS = 3;  // AHEAD: steps of a warp under way
-constexpr float LOG2E = 1.4426950408889634f;
-
-DEVICE float at_least(float x, float least) { return x < least ? least : x; }  // NaN stays
-DEVICE float at_most(float x, float most) { return x > most ? most : x; }
-
-// beta tanh(a / beta) sigmoid(a) linear_beta tanh(b / linear_beta); a sigmoid(a) b without the caps. Exponents are bounded so
-// that no product overflows.
-DEVICE float gated_unit(float a, float b, float beta, float linear_beta) {
-    const float opened = reciprocal(1.0f + exp2_fast(at_least(a, -56.0f) * -LOG2E));
-    float left = a, right = b;
-    if (GATE_CAPPED) {
-        const float u = exp2_fast(at_most(a * (-2.0f * LOG2E / beta), 40.0f));
-        left = beta * (1.0f - u) * reciprocal(1.0f + u);
-    }
-    if (UP_CAPPED) {
-        const float v = exp2_fast(at_most(b * (-2.0f * LOG2E / linear_beta), 40.0f));
-        right = linear_beta * (1.0f - v) * reciprocal(1.0f + v);
-    }
-    return left * opened * right;
-}
 
 // x [tokens, columns] by stride; index [tokens, active]; h [tokens active, rows]. Matrices [E, steps, rows, 32].
 KERNEL(32 * WARPS, BLOCKS) hidden(
@@ -73,5 +54,5 @@ KERNEL(32 * WARPS, BLOCKS) hidden(
         total[0] += sums[2 * ROWS * w + thread];
         total[1] += sums[2 * ROWS * w + ROWS + thread];
     }
-    h[pair * rows + first + thread] = to_bf16(gated_unit(total[0], total[1], beta, linear_beta));
+    h[pair * rows + first + thread] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(total[0], total[1], beta, linear_beta));
 }
