@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported anywhere: the suite runs one worker a core.
@@ -130,3 +131,13 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.section("reduced counts (full: bootstrap.py soak)")
         for row in sorted(rows):
             terminalreporter.write_line(row)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Deterministic mode fills every torch.empty with NaN, so an element that nobody writes shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from perilune.bench.precompile import end_within
 
@@ -21,12 +23,12 @@ HERE = Path(__file__).parent
 SWITCH = "PERILUNE_COMPILE_AHEAD"
 PROCESSES = 16
 SECONDS = 240  # what is not compiled by then is compiled on the way
-LONG = ("peer", "serve", "vision", "engine", "mx_gpu", "model")  # files of few tests that take a minute each
+LONG = ("peer", "serve", "vision", "engine", "mx_gpu", "model", "short_convolution", "shared_reads")  # in a test's name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: several workers would otherwise wait for the one that began them last."""
-    items.sort(key=lambda item: item.path.parent != HERE or not any(word in item.path.name for word in LONG))
+    items.sort(key=lambda item: item.path.parent != HERE or not any(word in item.nodeid for word in LONG))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,3 +58,11 @@ def _compiled_ahead(request: pytest.FixtureRequest) -> None:
     terminal = request.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         terminal.write_line(f"compiled ahead in {parts} processes, {time.monotonic() - start:.0f} s")
+
+
+@pytest.fixture
+def poisoned_memory_warned() -> Iterator[None]:
+    """`poisoned_memory` beside references that use operations which it would refuse."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

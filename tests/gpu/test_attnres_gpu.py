@@ -22,14 +22,6 @@ pytestmark = [
 EPS = 1e-5
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Deterministic mode fills every torch.empty with NaN, so an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def relative_error(got: Tensor, truth: Tensor) -> float:
     got, truth = got.double(), truth.double()
     assert got.isfinite().all()
