@@ -73,10 +73,8 @@ KERNEL(THREADS, 2) hidden(
     sync_threads();
 #pragma unroll
     for (int u = 0; u < UT; u++)
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int unit = first + ROWS * u + row_at(place), token = token_at(place);
-            if (unit >= HIDDEN || token >= count) continue;
+        each_number<NT>(first + ROWS * u, HIDDEN, count, [&](int unit, int token, int place) {
             const float a = sum_of<NT>(memory, PART, 2 * u, place), b = sum_of<NT>(memory, PART, 2 * u + 1, place);
             h[(i64)(entry.z + token) * HIDDEN + unit] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(a, b, beta, linear_beta));
-        }
+        });
 }

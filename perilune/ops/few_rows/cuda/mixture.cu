@@ -8,12 +8,8 @@
 #include "rows.h"
 
 constexpr int NT = TOKEN_TILES, STEPS = WIDTH / STEP;
-typedef Ring<2, NT, STEPS> UnitTurns;
-typedef Ring<1, NT, STEPS> Turns;
 DEVICE constexpr int tiles_of(int rows) { return (rows + ROWS - 1) / ROWS; }
 constexpr int LATENT_TILES = tiles_of(LATENT), HIDDEN_TILES = tiles_of(HIDDEN);
-static_assert(!(HIDDEN || EXPERTS) || UnitTurns::BYTES <= SHARED_BYTES, "shared memory");
-static_assert(!LATENT || Turns::BYTES <= SHARED_BYTES, "shared memory");
 
 // A float as three bfloat16 numbers, a pair of them at a time; the float is their sum.
 DEVICE void split(u32 (&parts)[3], float low, float high) {
@@ -24,58 +20,63 @@ DEVICE void split(u32 (&parts)[3], float low, float high) {
     }
 }
 
+// A block: one tile of rows of TILES matrices that lie side by side, times the tokens; then write(row, token, sum of each).
+template <int TILES, class Token, class Write> DEVICE void product(
+    u8* memory, const bf16* const (&matrix)[TILES], int first, int rows, int tokens, Token token_of, Write write) {
+    typedef Ring<TILES, NT, STEPS> Turns;
+    constexpr int PART = Turns::BYTES / WARPS;
+    static_assert(Turns::BYTES <= SHARED_BYTES, "shared memory");
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Turns ring;
+    ring.place(memory, warp, lane);
+#pragma unroll
+    for (int r = 0; r < TILES; r++) ring.tile(r, matrix[r], WIDTH, first, rows, lane);
+    ring.begin();
+    wait_for_earlier();
+    float d[TILES][NT][4];
+    clear(d);
+    ring.multiply(d, NT, token_of, [&](int, int, uint4 here) { return here; });
+    leave(memory, PART, d, warp, lane);
+    sync_threads();
+    each_number<NT>(first, rows, tokens, [&](int row, int token, int place) {
+        float sum[TILES];
+#pragma unroll
+        for (int r = 0; r < TILES; r++) sum[r] = sum_of<NT>(memory, PART, r, place);
+        write(row, token, sum);
+    });
+}
+
 KERNEL(THREADS, 2) mixture(
     const bf16* x, const bf16* down, const float* router, const bf16* gate, const bf16* up, bf16* z, float* logits, bf16* hidden,
     i64 x_stride, int tokens, float beta, float linear_beta) {
     SHARED(memory);
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     let_next_start();
     auto token_of = [&](int t) { return x + token_of_lane(t, tokens, lane) * x_stride + 8 * (lane & 3); };
-    auto as_it_is = [&](int, int, uint4 here) { return here; };
     int tile = blockIdx.x;
-    if (HIDDEN && tile < HIDDEN_TILES) {
-        UnitTurns ring;
-        ring.place(memory, warp, lane);
-        ring.tile(0, gate, WIDTH, ROWS * tile, HIDDEN, lane);
-        ring.tile(1, up, WIDTH, ROWS * tile, HIDDEN, lane);
-        ring.begin();
-        wait_for_earlier();
-        float d[2][NT][4];
-        clear(d);
-        ring.multiply(d, NT, token_of, as_it_is);
-        constexpr int PART = UnitTurns::BYTES / WARPS;
-        leave(memory, PART, d, warp, lane);
-        sync_threads();
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int row = ROWS * tile + row_at(place), token = token_at(place);
-            if (row >= HIDDEN || token >= tokens) continue;
-            const float a = sum_of<NT>(memory, PART, 0, place), b = sum_of<NT>(memory, PART, 1, place);
-            hidden[(i64)token * HIDDEN + row] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(a, b, beta, linear_beta));
-        }
+#if HIDDEN
+    if (tile < HIDDEN_TILES) {
+        product<2>(memory, {gate, up}, ROWS * tile, HIDDEN, tokens, token_of, [&](int row, int token, const float* sum) {
+            hidden[(i64)token * HIDDEN + row] = to_bf16(gated_unit<GATE_CAPPED, UP_CAPPED>(sum[0], sum[1], beta, linear_beta));
+        });
         return;
     }
     tile -= HIDDEN_TILES;
-    if (LATENT && tile < LATENT_TILES) {
-        Turns ring;
-        ring.place(memory, warp, lane);
-        ring.tile(0, down, WIDTH, ROWS * tile, LATENT, lane);
-        ring.begin();
-        wait_for_earlier();
-        float d[1][NT][4];
-        clear(d);
-        ring.multiply(d, NT, token_of, as_it_is);
-        constexpr int PART = Turns::BYTES / WARPS;
-        leave(memory, PART, d, warp, lane);
-        sync_threads();
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int row = ROWS * tile + row_at(place), token = token_at(place);
-            if (row < LATENT && token < tokens) z[(i64)token * LATENT + row] = to_bf16(sum_of<NT>(memory, PART, 0, place));
-        }
+#endif
+#if LATENT
+    if (tile < LATENT_TILES) {
+        product<1>(memory, {down}, ROWS * tile, LATENT, tokens, token_of, [&](int row, int token, const float* sum) {
+            z[(i64)token * LATENT + row] = to_bf16(sum[0]);
+        });
         return;
     }
     tile -= LATENT_TILES;
+#endif
     // A float takes twice the room of a bfloat16, so the two tiles of places hold columns 8 t .. 8 t + 3 and the four behind them.
-    Ring<2, NT, STEPS, 2> ring;
+    typedef Ring<2, NT, STEPS, 2> Turns;
+    constexpr int PART = Turns::BYTES / WARPS;
+    static_assert(!EXPERTS || Turns::BYTES <= SHARED_BYTES, "shared memory");
+    Turns ring;
     ring.place(memory, warp, lane);
     const int row_of_lane = ROWS * tile + (lane >> 2);
 #pragma unroll
@@ -111,11 +112,9 @@ KERNEL(THREADS, 2) mixture(
             }
         }
     });
-    constexpr int PART = UnitTurns::BYTES / WARPS;
     leave(memory, PART, d, warp, lane);
     sync_threads();
-    for (int place = thread; place < 128 * NT; place += THREADS) {
-        const int row = ROWS * tile + row_at(place), token = token_at(place);
-        if (row < EXPERTS && token < tokens) logits[(i64)token * EXPERTS + row] = sum_of<NT>(memory, PART, 0, place);
-    }
+    each_number<NT>(ROWS * tile, EXPERTS, tokens, [&](int row, int token, int place) {
+        logits[(i64)token * EXPERTS + row] = sum_of<NT>(memory, PART, 0, place);
+    });
 }

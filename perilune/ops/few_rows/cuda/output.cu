@@ -10,7 +10,7 @@ static_assert(Turns::BYTES <= SHARED_BYTES && 512 * RT * NT <= PART, "shared mem
 
 KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, float* y) {
     SHARED(memory);
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * RT;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * ROWS * RT;
     let_next_start();
     wait_for_earlier();
     const uint4 entry = list[blockIdx.y];
@@ -30,8 +30,7 @@ KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, floa
     sync_threads();
 #pragma unroll
     for (int r = 0; r < RT; r++)
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int row = first + ROWS * r + row_at(place), pair = token_at(place);
-            if (row < OUT && pair < count) y[(i64)(entry.z + pair) * OUT + row] = sum_of<NT>(memory, PART, r, place);
-        }
+        each_number<NT>(first + ROWS * r, OUT, count, [&](int row, int pair, int place) {
+            y[(i64)(entry.z + pair) * OUT + row] = sum_of<NT>(memory, PART, r, place);
+        });
 }

@@ -23,7 +23,7 @@ KERNEL(THREADS, 2) outward(
     SHARED(memory);
     u8* const more = memory + WARPS * PART;
     float* const squares = (float*)(more + WARPS * MORE_PART);  // [STEP_PAIRS][8], of 64 columns
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, first = blockIdx.x * ROWS * RT;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * ROWS * RT;
     let_next_start();
     Turns ring;
     ring.place(memory, warp, lane, PART);
@@ -87,9 +87,7 @@ KERNEL(THREADS, 2) outward(
     sync_threads();
 #pragma unroll
     for (int r = 0; r < RT; r++)
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int row = first + ROWS * r + row_at(place), token = token_at(place);
-            if (row >= rows || token >= tokens) continue;
+        each_number<NT>(first + ROWS * r, rows, tokens, [&](int row, int token, int place) {
             float unit = 1.0f;
             if (NORM && PAIRS) {
                 float all = 0.0f;
@@ -101,5 +99,5 @@ KERNEL(THREADS, 2) outward(
             float sum = unit * sum_of<NT>(memory, PART, r, place);
             if (SECOND) sum += sum_of<NT>(more, MORE_PART, r, place);
             out[(i64)token * rows + row] = to_bf16(sum);
-        }
+        });
 }

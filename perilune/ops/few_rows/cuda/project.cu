@@ -22,7 +22,7 @@ KERNEL(THREADS, 2) project(
     i64 out_stride, int tokens, float eps) {
     SHARED(memory);
     float* const squares = (float*)(memory + Turns::BYTES);  // [WARPS][8 NT]
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     let_next_start();
     int segment = 0, first = blockIdx.x * ROWS * RT;
 #pragma unroll
@@ -84,9 +84,7 @@ KERNEL(THREADS, 2) project(
     sync_threads();
 #pragma unroll
     for (int r = 0; r < RT; r++)
-        for (int place = thread; place < 128 * NT; place += THREADS) {
-            const int row = first + ROWS * r + row_at(place), token = token_at(place);
-            if (row >= rows || token >= tokens) continue;
+        each_number<NT>(first + ROWS * r, rows, tokens, [&](int row, int token, int place) {
             float sum = sum_of<NT>(memory, PART, r, place);
             if (NORM) {
                 float all = 0.0f;
@@ -95,5 +93,5 @@ KERNEL(THREADS, 2) project(
                 sum *= rsqrt_fast(all * (1.0f / WIDTH) + eps);
             }
             out[token * out_stride + row] = to_bf16(sum);
-        }
+        });
 }

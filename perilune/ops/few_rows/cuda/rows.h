@@ -156,6 +156,10 @@ template <int NT> DEVICE float sum_of(const u8* memory, int bytes, int r, int pl
     for (int w = 0; w < WARPS; w++) sum += ((const float*)(memory + w * bytes))[r * NT * 128 + place];
     return sum;
 }
-// Of the number at `place` (below 128 NT) of a tile of rows: its row of 16 and its token.
-DEVICE int row_at(int place) { return (place >> 2 & 7) + 8 * (place >> 6 & 1); }
-DEVICE int token_at(int place) { return 8 * (place >> 7) + 2 * (place & 3) + (place >> 5 & 1); }
+// A block, over the numbers of a tile whose rows begin with `first`: use(row, token, place for `sum_of`), where both exist.
+template <int NT, class Use> DEVICE void each_number(int first, int rows, int tokens, Use use) {
+    for (int place = threadIdx.x; place < 128 * NT; place += THREADS) {
+        const int row = first + (place >> 2 & 7) + 8 * (place >> 6 & 1), token = 8 * (place >> 7) + 2 * (place & 3) + (place >> 5 & 1);
+        if (row < rows && token < tokens) use(row, token, place);
+    }
+}
