@@ -17,7 +17,14 @@ from perilune.config import KDAConfig, ModelConfig
 from perilune.model.linear import Linear
 from perilune.model.paged import PagedRecurrent
 from perilune.model.state import RecurrentState
-from perilune.ops.kda import chunk_kda, chunk_kda_states, fused_kda_gate, kda_decode_step, packed_kda_states
+from perilune.ops.kda import (
+    chunk_kda,
+    chunk_kda_states,
+    fused_kda_gate,
+    kda_decode_step,
+    packed_kda_states,
+    planned_kda_states,
+)
 from perilune.ops.kda.decode_pages import kda_decode_pages
 from perilune.ops.linear import linears
 from perilune.ops.norm import gated_rms_norm
@@ -99,7 +106,9 @@ class KDA(nn.Module):
         shape, initial, marked = beta.shape[:2], None if state is None else state.memory_BHVK, None
         gate |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True}
         packing = state.packing if isinstance(state, PagedRecurrent) else None
-        if packing is not None:
+        if packing is not None and packing.planned is not None:
+            out, memory, marked = planned_kda_states(q, k, v, g, beta, packing.planned, initial, **gate)
+        elif packing is not None:
             sequences = (packing.offsets, packing.marks)
             out, memory, marked = packed_kda_states(q, k, v, g, beta, *sequences, initial_state=initial, **gate)
         elif state is not None and state.marks:

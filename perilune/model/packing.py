@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.ops.kda import Planned
 from perilune.ops.mla.packed import CachedChunks
 from perilune.ops.packed_conv import Chunks
 
@@ -25,12 +26,15 @@ class Packing:
         cached: for attention, over the sequences' pages in order.
         last_N: place of each sequence's last page among all of these pages.
         beyond_NS: bool `[N, tokens of a page]`, what in that page lies behind the sequence's end.
+        planned: for the recurrence, if only the device knows where chunks and marks lie; what the others have of the host
+            then means nothing but how many there are.
     """
 
     chunks: Chunks
     cached: CachedChunks
     last_N: Tensor
     beyond_NS: Tensor
+    planned: Planned | None = None
 
     @staticmethod
     def of(

@@ -25,12 +25,10 @@ class Mark:
     Attributes:
         chunk: of several chunks in a row, which one.
         offset: tokens of the chunk before it, below the chunk's length.
-        pages: where to, one page for each cache group.
     """
 
     chunk: int
     offset: int
-    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,7 @@ class PagedRows:
         length_B: tokens of each row, or of each chunk's sequence, the new ones included.
         state_GB: page of the states of each, for each cache group.
         marks: points where states are written, ascending; only with a single row.
+        mark_GM: page of the states at each of them, for each cache group; None without any.
         packing: of several chunks one behind the other; None = rows of equally many tokens.
     """
 
@@ -55,6 +54,7 @@ class PagedRows:
     length_B: Tensor
     state_GB: Tensor
     marks: tuple[Mark, ...] = ()
+    mark_GM: Tensor | None = None
     packing: Packing | None = None
 
     @property
@@ -108,10 +108,10 @@ class PagedRecurrent:
 
     def export(self, window_MXW: Tensor, memory_MHVK: Tensor) -> None:
         """Write the states at all marks to their pages."""
-        pages = [mark.pages[self._group] for mark in self._rows.marks]
-        for page, memory_HVK, window_Hw in zip(pages, memory_MHVK, self._by_head(window_MXW), strict=True):
-            self.memory_PHVK[page] = memory_HVK
-            self.window_PHw[page] = window_Hw
+        assert self._rows.mark_GM is not None, "marks have pages"
+        page_M = self._rows.mark_GM[self._group]
+        self.memory_PHVK[page_M] = memory_MHVK
+        self.window_PHw[page_M] = self._by_head(window_MXW)
 
     def _parts(self, taps: int) -> tuple[int, int, int]:
         key, value = self.memory_PHVK.shape[3], self.memory_PHVK.shape[2]

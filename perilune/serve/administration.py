@@ -17,6 +17,7 @@ from perilune.serve.cache.block_pool import BOUND, FREE, HELD, STATE, TOKENS, Bl
 from perilune.serve.cache.lease import Pin
 from perilune.serve.core import EngineCore
 from perilune.serve.engine import CacheEvent, EngineMetrics
+from perilune.serve.warm_up import FirstUses
 
 _KINDS = {FREE: "free", TOKENS: "tokens", STATE: "state"}
 
@@ -193,7 +194,7 @@ def describe_pages(pool: BlockPool) -> list[dict[str, Any]]:
     return [{"kind": _KINDS[m & 3], "held": bool(m & HELD), "cached": bool(m & BOUND)} for m in marks]
 
 
-def metrics(core: EngineCore) -> EngineMetrics:
+def metrics(core: EngineCore, first_uses: FirstUses) -> EngineMetrics:
     """A snapshot, taken on the engine's thread."""
 
     def look() -> EngineMetrics:
@@ -226,6 +227,8 @@ def metrics(core: EngineCore) -> EngineMetrics:
             step_seconds_total=totals.step_seconds,
             wait_seconds_total=totals.wait_seconds,
             overlapped_steps_total=totals.overlapped,
+            compilations_total=first_uses.count,
+            compilation_seconds_total=first_uses.seconds,
             tiers=core.tiers.metrics() if core.tiers is not None else {},
         )
 

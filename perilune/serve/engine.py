@@ -80,6 +80,7 @@ class EngineMetrics:
         scheduler_seconds_total, step_seconds_total: planning and settling; running, drawing and telling.
         wait_seconds_total: of the latter, waiting for the device.
         overlapped_steps_total: steps that were launched behind another one under way.
+        compilations_total, compilation_seconds_total: kernels compiled or loaded and passes recorded since the warm-up.
         tiers: counts of the host and disk tiers, empty without them.
     """
 
@@ -107,6 +108,8 @@ class EngineMetrics:
     step_seconds_total: float
     wait_seconds_total: float = 0.0
     overlapped_steps_total: int = 0
+    compilations_total: int = 0
+    compilation_seconds_total: float = 0.0
     tiers: dict[str, int] = field(default_factory=dict)
 
 
@@ -186,6 +189,10 @@ class Engine(Protocol):
     tokenizer: Tokenizer
     thinking: bool
     admin: Any
+
+    def warm_up(self) -> object:
+        """Do once what would else be done while the first requests wait, and return when it is done; others may ask meanwhile."""
+        ...
 
     @property
     def takes_images(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from perilune.data.image import ProcessedImage
 from perilune.errors import RequestError
 from perilune.model import Transformer
+from perilune.ops.first_use import listen
 from perilune.serve import structured
 from perilune.serve.administration import Administration, metrics
 from perilune.serve.answer import Answer
@@ -37,6 +38,7 @@ from perilune.serve.schedule import Scheduler
 from perilune.serve.schedule import Sequence as Scheduled
 from perilune.serve.settings import EngineSettings
 from perilune.serve.tiers import DiskTier, Tiers
+from perilune.serve.warm_up import FirstUses, Progress, warm_up
 from perilune.serve.worker import JobLoop
 from perilune.tokenizer import Tokenizer
 from perilune.tokenizer.xtml import render
@@ -83,9 +85,10 @@ class LocalEngine:
         pages = self.settings.pages(geometry, context_length, free)
         cache = HybridCache(geometry, pages, Retention.parse(self.settings.retention), self.settings.eviction)
         pool = PagePool(model.cfg, geometry, pages, model.compute_dtype, model.device)
+        limits = self.settings.limits(geometry, context_length, model.device.type)
         runner = ModelRunner(
             model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic,
-            most_rows=self.settings.sequences,
+            most_rows=limits.sequences, most_tokens=limits.step_tokens,
         )  # fmt: skip
         self._identity = name
         tiers = None
@@ -96,10 +99,11 @@ class LocalEngine:
                 self._identity = f"{name} {fingerprint(model)}"
                 disk = DiskTier(self.settings.disk, self.settings.disk_bytes, *sizes)
             tiers = Tiers(cache, pool, self.settings.host_bytes, disk)
-        limits = self.settings.limits(geometry, context_length, model.device.type)
         overlap = pays_off(model.device) if self.settings.overlap is None else self.settings.overlap
         scheduler = Scheduler(cache, limits, ahead=overlap)
         self.core = EngineCore(cache, scheduler, runner, tiers)
+        self.first_uses = FirstUses()
+        listen(self.first_uses)
         self.admin = Administration(self.core, self.root_key)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
         self._names, self._known = itertools.count(), KnownPrompts()
@@ -109,6 +113,21 @@ class LocalEngine:
     def close(self, timeout: float = 10.0) -> None:
         """End the thread; jobs that run end with an error."""
         self.core.close(timeout)
+
+    def warm_up(self, progress: Progress | None = None) -> float:
+        """See `Engine.warm_up`; returns the seconds it took. With the setting "lazy" nothing is done.
+
+        Args:
+            progress: see `warm_up.Progress`.
+
+        Raises:
+            EngineClosed: the engine was closed meanwhile.
+        """
+        if self.settings.warm_up == "lazy":
+            return 0.0
+        seconds = warm_up(self.core, self.tokenizer.vocab_size, self.context_length, progress)
+        self.first_uses.begin()
+        return seconds
 
     @property
     def takes_images(self) -> bool:
@@ -127,7 +146,7 @@ class LocalEngine:
 
     def metrics(self) -> EngineMetrics:
         """A snapshot of counts."""
-        return metrics(self.core)
+        return metrics(self.core, self.first_uses)
 
     def root_key(self, salt: str = "") -> RootKey:
         """What a cached state depends on besides tokens and images."""

@@ -120,6 +120,9 @@ class FakeEngine:
         self.jobs.append(FakeJob(self, rows))
         return self.jobs[-1]
 
+    def warm_up(self):
+        pass
+
     def loop(self, max_waiting):
         return FakeLoop(max_waiting)
 

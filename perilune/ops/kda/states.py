@@ -7,7 +7,7 @@ checkpoint costs its bytes and nothing else. Elsewhere, and for other tokens, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.kda.api import choose, run
 from perilune.ops.kda.arguments import Arguments, check
-from perilune.ops.kda.gpu.plan import CHUNK
+from perilune.ops.kda.gpu.plan import CHUNK, Plan
 
 
 @torch.compiler.disable
@@ -104,6 +104,46 @@ def packed_kda_states(
         finals.append(found[1])
         states.append(found[2].flatten(0, 1))
     return torch.cat(outs, 1), torch.cat(finals), torch.cat(states)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """N sequences in one row whose boundaries and marks only the device knows: what a CUDA graph reads when it runs.
+
+    Attributes:
+        plan: their chunks, in tables with room for others (`gpu.padded_plan`).
+        slots: int32, of each chunk the number of the state that is wanted behind it, or -1.
+        sequences, marks: how many there may be; all states are written, those of marks that are not there mean nothing.
+    """
+
+    plan: Plan
+    slots: Tensor
+    sequences: int
+    marks: int
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def planned_kda_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, planned: Planned, initial_state: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`packed_kda_states` for tables on the device; the same arguments and results, by the GPU kernels alone.
+
+    Raises:
+        ConfigError: an argument does not fit, or the kernels do not take the call.
+    """
+    from perilune.ops.kda.gpu.states import kda_gpu_planned
+
+    args = check(q, k, v, g, beta, output_final_state=True, **options)
+    if (choice := choose(args)).implementation != "triton":
+        raise ConfigError(f"tables on a device are for the kernels of a GPU, not for this call: {choice.reason}")
+    if q.shape[0] != 1 or len(initial_state) != planned.sequences:
+        raise ConfigError(
+            f"{planned.sequences} sequences need one row and as many states, not {q.shape[0]} and {len(initial_state)}"
+        )
+    count = (0,) * planned.sequences + (q.shape[1],)  # as many, which is all that is read of them beside a plan
+    args = replace(args, initial_state=initial_state, plan=planned.plan, offsets=count)
+    return kda_gpu_planned(args, planned.slots, planned.marks)
 
 
 def _piece(args: Arguments, start: int, end: int, state: Tensor | None) -> Arguments:

@@ -77,7 +77,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        context.start()
+        await context.start()
         try:
             yield
         finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,9 @@ from perilune.serve.api.words import Words
 from perilune.serve.engine import Engine, EngineClosed, Job, Loop
 
 T = TypeVar("T")
+SHORT_WARM_UP = 0.5  # seconds that nobody need hear of: the server answers no sooner
+
+log = logging.getLogger(__name__)
 
 
 class Context:
@@ -35,6 +40,7 @@ class Context:
     Attributes:
         created: when the server began, in Unix seconds.
         loop: runs jobs; set while the application runs.
+        warming: whether the engine's warm-up is under way.
     """
 
     def __init__(self, engine: Engine, limits: Limits, access: Access) -> None:
@@ -46,12 +52,29 @@ class Context:
         self.exchanges = Exchanges(self.metrics)
         self.created = int(time.time())
         self.loop: Loop | None = None
+        self.warming = False
         # Rendering a prompt and building a grammar take time, and neither may keep other answers waiting.
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="perilune-prepare")
 
-    def start(self) -> None:
-        """The application begins."""
+    async def start(self) -> None:
+        """The application begins, and warms its engine up; if that takes long, beside what it does already."""
         self.loop = self.engine.loop(self.limits.waiting)
+        self.warming = True
+        # A thread of its own: one of the event loop's would have to end before the process may.
+        threading.Thread(target=self._warm_up, name="perilune-warm-up", daemon=True).start()
+        until = time.monotonic() + SHORT_WARM_UP
+        while self.warming and time.monotonic() < until:
+            await asyncio.sleep(0.001)
+
+    def _warm_up(self) -> None:
+        try:
+            self.engine.warm_up()
+        except EngineClosed:
+            pass
+        except Exception:
+            log.exception("the warm-up failed; the first requests may have to wait")
+        finally:
+            self.warming = False
 
     async def stop(self) -> None:
         """The application ends; running answers are cut."""
@@ -71,8 +94,10 @@ class Context:
             raise unavailable("the server is stopping; ask another one", "draining")
 
     def check_ready(self) -> None:
-        """APIError 503 if a request would not be answered now: the server stops, or the engine is paused."""
+        """APIError 503 if a request would not be answered now: the server stops, or the engine warms up or is paused."""
         self.check_open()
+        if self.warming:
+            raise unavailable("the engine is warming up", "warming_up")
         if not self.engine.ready:
             raise unavailable("the engine is paused", "engine_not_ready")
 

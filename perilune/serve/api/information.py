@@ -54,7 +54,7 @@ class Information:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> Response:
-        """GET /health: the process is alive, and so is its engine; open to everybody."""
+        """GET /health: the process is alive, and so is its engine, though it may be warming up; open to everybody."""
         self._context.check_alive()
         return json_response({"status": "ok", "version": __version__})
 

@@ -1,12 +1,13 @@
 """Decode passes recorded as CUDA graphs: a step of a few hundred kernels is one launch.
 
 Everything a pass over paged rows needs to know lies in tensors, so a recording of it serves any rows: it reads their
-description where `DecodeInputs` keeps it, and their page tables from a copy of its own. There is one recording for each
-number of rows and each power of two of pages of a sequence; recordings share their memory.
+description where `DecodeInputs` keeps it, and their page tables from a copy of its own. There is a recording for some
+numbers of rows and some of pages; a pass with fewer is filled up to the next one. Recordings share their memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -16,13 +17,27 @@ from torch import Tensor
 from perilune.model import Transformer
 from perilune.model.paged import PagedRecurrent, PagedRows, PagedState
 from perilune.ops.cuda.graph import record_graph
+from perilune.ops.first_use import tell
 from perilune.ops.kda.decode_pages import select as select_kda
 from perilune.ops.mla.kernel_choice import PAGE
 from perilune.serve.runner.inputs import STATE, DecodeInputs
 from perilune.serve.runner.pages import PagePool
 
-MOST = 128  # recordings that are kept
-WARM_UP = 2  # passes before a recording: the first compiles
+MOST = 256  # recordings that are kept
+SIZES = (*range(1, 9), *range(12, 33, 4), *range(40, 65, 8), *range(80, 1025, 16))  # rows of a recording
+
+
+def rows_of_room(rows: int) -> int:
+    """Rows of the recording that serves so many."""
+    return next((size for size in SIZES if size >= rows), rows)
+
+
+def widths_up_to(pages: int) -> list[int]:
+    """Widths of the tables in recordings that serve sequences of up to so many pages: powers of four."""
+    widths = [4]
+    while widths[-1] < pages:
+        widths.append(4 * widths[-1])
+    return widths
 
 
 @dataclass(slots=True)
@@ -42,12 +57,13 @@ class DecodeGraphs:
         model: in eval mode, on a CUDA device.
         pool: its pages.
         inputs: where the rows of a pass are described.
+        memory: of all recordings of which one runs at a time.
     """
 
-    def __init__(self, model: Transformer, pool: PagePool, inputs: DecodeInputs) -> None:
+    def __init__(self, model: Transformer, pool: PagePool, inputs: DecodeInputs, memory: tuple[int, int]) -> None:
         self.model, self.pool, self.inputs = model, pool, inputs
         self._recordings: OrderedDict[tuple[int, int], _Recording] = OrderedDict()
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory = memory
 
     @staticmethod
     def why_not(model: Transformer, pool: PagePool) -> str | None:
@@ -70,16 +86,26 @@ class DecodeGraphs:
                 return None if choice.implementation == "cuda" else choice.reason
         return None
 
-    def run(self, rows: PagedRows) -> Tensor:
-        """Scores `[B, Z]` after one more token of each row in `inputs`; the rows' states and caches are advanced."""
-        batch, width = rows.table_BP.shape
-        key = batch, width
-        recording = self._recordings.get(key)
-        if recording is None:
-            recording = self._recordings[key] = self._record(rows)
+    @staticmethod
+    def room(rows: int, pages: int) -> tuple[int, int]:
+        """Rows of a pass, and the width of its tables, for so many rows with at most so many pages."""
+        return rows_of_room(rows), widths_up_to(pages)[-1]
+
+    def ready(self, rows: PagedRows) -> _Recording:
+        """The recording for these rows, made now if there is none."""
+        key = batch, width = tuple(rows.table_BP.shape)
+        if key not in self._recordings:
+            began = time.perf_counter()
+            self._recordings[key] = self._record(rows)
+            tell(f"recorded decoding of {batch} rows of up to {width} pages", time.perf_counter() - began)
             if len(self._recordings) > MOST:
                 self._recordings.popitem(last=False)
         self._recordings.move_to_end(key)
+        return self._recordings[key]
+
+    def run(self, rows: PagedRows) -> Tensor:
+        """Scores `[B, Z]` after one more token of each row in `inputs`; the rows' states and caches are advanced."""
+        recording = self.ready(rows)
         if recording.tables is not rows.table_BP:
             recording.rows.table_BP.copy_(rows.table_BP)
             recording.tables = rows.table_BP
@@ -87,14 +113,14 @@ class DecodeGraphs:
         return recording.logits_BZ.clone()  # the next replay writes there
 
     def recorded(self, rows: int) -> torch.cuda.CUDAGraph:
-        """The latest recording of so many rows; KeyError if there is none."""
+        """The latest recording that serves so many rows; KeyError if there is none."""
         for (batch, _), recording in reversed(self._recordings.items()):
-            if batch == rows:
+            if batch == rows_of_room(rows):
                 return recording.graph
         raise KeyError(f"no decode pass of {rows} rows was recorded")
 
     def _record(self, rows: PagedRows) -> _Recording:
-        """Record a pass. What runs before it, to compile, writes only what the pass itself will write again."""
+        """Record a pass. The one that runs before it, to compile, writes only what the recorded one will write again."""
         device, batch = self.model.device, len(rows.past)
         still = replace(rows, past=[0] * batch, table_BP=rows.table_BP.clone())
         state_GB = self.inputs.numbers_FB(batch)[STATE:]
@@ -103,8 +129,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self._pass(still)
+            self._pass(still)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph, logits_BZ = record_graph(lambda: self._pass(still), self._memory, device)
         state_GB.copy_(kept_GB)

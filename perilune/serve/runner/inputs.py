@@ -28,7 +28,7 @@ class DecodeInputs:
     """
 
     def __init__(self, most: int, groups: int, device: torch.device) -> None:
-        self.most, self.device = most, device
+        self.most, self.groups, self.device = most, groups, device
         self._fields = STATE + groups
         self._all = torch.zeros(most * (1 + self._fields), dtype=torch.int64, device=device)
         self._place: dict[str, int] = {}

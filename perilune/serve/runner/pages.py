@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,14 @@ def pool_geometry(
     return cache_geometry(cfg, unit=unit, window=_FORMATS[dtype], entry=_FORMATS[dtype])
 
 
+class Spare(NamedTuple):
+    """Numbers of the spare pages."""
+
+    tokens: int
+    states: int
+    unread: int
+
+
 class PagePool:
     """Pages of a model's cache on one device.
 
@@ -63,8 +72,12 @@ class PagePool:
         dtype: of activations, windows and tokens.
         device: where the bytes are.
 
+    Behind the pages lie spare ones, which nobody is given: rows that only fill a recorded pass up write there. What is read of
+    them is finite.
+
     Attributes:
         bytes_PR: uint8 `[pages, page_bytes]`.
+        spare: a page each for tokens, for states, and for states that nobody reads.
 
     Raises:
         CapacityError: the device has no room for it.
@@ -74,16 +87,19 @@ class PagePool:
         self, cfg: ModelConfig, geometry: CacheGeometry, pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.geometry, self.pages = geometry, pages
+        self.spare = Spare(pages, pages + 1, pages + 2)
         try:
-            self.bytes_PR = torch.empty(pages, geometry.page_bytes, dtype=torch.uint8, device=device)
+            whole_PR = torch.empty(pages + len(self.spare), geometry.page_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise CapacityError(
                 f"no room on {device} for a cache of {pages} pages of {geometry.page_bytes} bytes; give it less memory "
                 f"({error})"
             ) from None
+        self.bytes_PR = whole_PR[:pages]
+        whole_PR[pages:] = 0
         self._host = HostMemory(geometry.page_bytes, pinned=device.type == "cuda")
         self._copies: torch.cuda.Stream | None = None  # to the pool, beside what runs
-        rows = self.bytes_PR.view(pages, geometry.attention_layers, geometry.row_bytes)
+        rows = whole_PR.view(len(whole_PR), geometry.attention_layers, geometry.row_bytes)
         self._rows = rows
         attention = [kind for kind in cfg.layer_mixers if kind in ("mla", "softmax")]
         self._caches = [self._cache(rows, row, cfg, kind, dtype) for row, kind in enumerate(attention)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,11 +22,13 @@ from perilune.model.paged import PagedRows, PagedState
 from perilune.model.vision import ImageRows
 from perilune.ops.linear import FEW_ROWS
 from perilune.serve.cache import Chunk
-from perilune.serve.runner.graphs import DecodeGraphs
+from perilune.serve.cache.plans import CopyPage, ZeroState
+from perilune.serve.runner.graphs import SIZES, DecodeGraphs, rows_of_room, widths_up_to
 from perilune.serve.runner.inputs import DecodeInputs
 from perilune.serve.runner.pages import PagePool
+from perilune.serve.runner.prefill_graphs import PrefillGraphs
 from perilune.serve.runner.recordings import DecodeRecordings
-from perilune.serve.runner.rows import DecodeRows, chunk_rows
+from perilune.serve.runner.rows import DecodeRows, chunk_rows, exactly
 from perilune.serve.schedule import Plan, Row
 from perilune.serve.staging import to_device
 
@@ -73,6 +76,7 @@ class ModelRunner:
         vocab_size: scores of ids beyond it, with which a model may be padded, are cut off.
         deterministic: decode in groups of rows whose results do not depend on each other, bit by bit.
         most_rows: of a step.
+        most_tokens: of a step.
 
     Attributes:
         tokens_run: tokens that went through the model in all.
@@ -80,22 +84,72 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False, most_rows: int = 1024
-    ) -> None:
+        self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False, most_rows: int = 1024,
+        most_tokens: int = 8192,
+    ) -> None:  # fmt: skip
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
         self.tokens_run = 0
         self.launches = model.device.type == "cuda"
         self._packs = not deterministic and _takes_parts(model)
-        self._inputs = DecodeInputs(most_rows, pool.geometry.groups, model.device)
+        self.most_rows = most_rows
+        self._inputs = DecodeInputs(rows_of_room(most_rows), pool.geometry.groups, model.device)
         self._decoding: dict[int, DecodeRows] = {}
         self._recorded: DecodeGraphs | DecodeRecordings | None = None
-        recorder = DecodeGraphs if model.device.type == "cuda" else DecodeRecordings
-        reason = recorder.why_not(self.model, pool)
-        if reason is None:
-            self._recorded = recorder(self.model, pool, self._inputs)
-        else:
-            logger.info("decode passes are not recorded: %s", reason)
+        self._prefills: PrefillGraphs | None = None
+        self._choose_recordings(most_tokens)
+
+    def _choose_recordings(self, most_tokens: int) -> None:
+        model, pool = self.model, self.pool
+        recorder = DecodeGraphs if self.launches else DecodeRecordings
+        why_not = {"decode": recorder.why_not(model, pool)}
+        if self.launches:
+            why_not["prefill"] = PrefillGraphs.why_not(model, pool) if self._packs else "their chunks run alone"
+            memory = torch.cuda.graph_pool_handle()  # one pass runs at a time
+            if why_not["prefill"] is None:
+                self._prefills = PrefillGraphs(model, pool, memory, most_tokens)
+            if why_not["decode"] is None:
+                self._recorded = DecodeGraphs(model, pool, self._inputs, memory)
+        elif why_not["decode"] is None:
+            self._recorded = DecodeRecordings(model, pool, self._inputs)
+        for kind, reason in why_not.items():
+            if reason is not None:
+                logger.info("%s passes are not recorded: %s", kind, reason)
+
+    def preparations(self, longest: int) -> list[tuple[str, Callable[[], object]]]:
+        """What makes sure that no request waits for a compiler or a recording: pieces of work, each of below a second once
+        kernels are in their cache, with what they are for. They may run at any time between two steps.
+
+        Args:
+            longest: tokens of a sequence.
+        """
+        pieces: list[tuple[str, Callable[[], object]]] = [("passes as they are", self._try_passes)]
+        graphs, prefills = self._recorded, self._prefills
+        if prefills is not None:
+            for room in reversed(prefills.rooms):  # the largest first: the others find its memory
+                pieces.append((f"prefill of {room.tokens}", partial(prefills.ready, room)))
+        if isinstance(graphs, DecodeGraphs):
+            most = rows_of_room(min(self.most_rows, self.group))
+            for count in reversed([size for size in SIZES if size <= most]):
+                for width in widths_up_to(self.pool.geometry.pages_for(longest)):
+                    pieces.append((f"decoding of {count}", partial(self._ready_to_decode, graphs, count, width)))
+        return pieces
+
+    @torch.inference_mode()
+    def _ready_to_decode(self, graphs: DecodeGraphs, count: int, width: int) -> None:
+        inputs = DecodeRows(self.pool.geometry.page_tokens, self._inputs, self.pool.spare.tokens)
+        graphs.ready(inputs.filling(count, width))
+
+    @torch.inference_mode()
+    def _try_passes(self) -> None:
+        """Passes that are not recorded, and copies of pages; they read and write spare ones only."""
+        spare, groups = self.pool.spare, self.pool.geometry.groups
+        self.pool.operate([CopyPage(spare.tokens, spare.tokens, 1), ZeroState((spare.unread,) * groups)])
+        self.pool.copy((spare.unread,) * groups, (spare.states,) * groups)
+        for tokens in (1, 2) if self.model.device.type == "cpu" else (1, 2, 33, 96):
+            pages = -(-tokens // self.pool.geometry.page_tokens)
+            chunk = Chunk("", 0, 0, tokens, (spare.tokens,) * pages, (spare.states,) * groups, (), ())
+            self._logits(to_device([[0] * tokens], self.model.device), self._rows([chunk]), "all")
 
     @torch.inference_mode()
     def run(self, plan: Plan, stage: int | None = None) -> Scores:
@@ -132,25 +186,55 @@ class ModelRunner:
 
     def _decode(self, first: int, rows: Sequence[Row], scores: Scores) -> None:
         """One token of each row; `first` tells groups apart, each of which keeps its page tables."""
-        if first not in self._decoding:
-            self._decoding[first] = DecodeRows(self.pool.geometry.page_tokens, self._inputs)
-        paged = self._decoding[first].of(rows)
+        paged = self._decode_rows(first).of(rows)
         self.tokens_run += len(rows)
         if self._recorded is None:
             logits_BZ = self._logits(self._inputs.ids_B1(len(rows)), paged, "last")[:, 0]
         else:
-            logits_BZ = self._recorded.run(paged)[:, : self.vocab_size]
+            logits_BZ = self._recorded.run(paged)[: len(rows), : self.vocab_size]
         scores.parts.append((rows, logits_BZ))
         self._export_ends([row.chunk for row in rows])
+
+    def _decode_rows(self, first: int) -> DecodeRows:
+        if first not in self._decoding:
+            room = self._recorded.room if isinstance(self._recorded, DecodeGraphs) else exactly
+            page_tokens, spare = self.pool.geometry.page_tokens, self.pool.spare.tokens
+            self._decoding[first] = DecodeRows(page_tokens, self._inputs, spare, room)
+        return self._decoding[first]
 
     def _prefill_all(self, rows: Sequence[Row], scores: Scores) -> None:
         """Chunks of several sequences, in one pass as far as possible."""
         together = [row for row in rows if self._packs and not _alone(row)]
-        if len(together) > 1:
+        if self._prefills is not None:
+            self._prefill_recorded(self._prefills, together, scores)
+        elif len(together) > 1:
             self._prefill_together(together, scores)
         for row in rows:
-            if len(together) < 2 or _alone(row):
+            if _alone(row) or not self._packs or (self._prefills is None and len(together) < 2):
                 self._prefill(row, scores)
+
+    def _prefill_recorded(self, passes: PrefillGraphs, rows: Sequence[Row], scores: Scores) -> None:
+        """Chunks in as few recorded passes as take them; what no recording takes runs as it is."""
+        if not rows:
+            return
+        logits_NZ = passes.run(rows)
+        if logits_NZ is None:
+            half = len(rows) // 2
+            if half and not passes.failed and all(passes.room_for([row.chunk]) for row in rows):
+                self._prefill_recorded(passes, rows[:half], scores)
+                self._prefill_recorded(passes, rows[half:], scores)
+            elif half:
+                self._prefill_together(rows, scores)
+            else:
+                self._prefill(rows[0], scores)
+            return
+        self.tokens_run += sum(row.chunk.end - row.chunk.start for row in rows)
+        drawing = [place for place, row in enumerate(rows) if row.draws]
+        if drawing:
+            if len(drawing) < len(rows):
+                logits_NZ = logits_NZ[to_device(drawing, self.model.device)]
+            scores.parts.append(([rows[place] for place in drawing], logits_NZ[:, : self.vocab_size]))
+        self._export_ends([row.chunk for row in rows])
 
     def _prefill(self, row: Row, scores: Scores) -> None:
         """A chunk of one sequence."""

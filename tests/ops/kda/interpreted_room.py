@@ -1,4 +1,4 @@
-"""Tables with room for more sequences than there are: the same values and gradients, from poisoned memory."""
+"""Tables with room for more sequences than there are: the same values, gradients and states, from poisoned memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
-from perilune.ops.kda import chunk_kda
+from perilune.ops.kda import Planned, chunk_kda, packed_kda_states, planned_kda_states
 from perilune.ops.kda.gpu.padded_plan import NEVER, Room
 from perilune.ops.kda.gpu.plan import Plan
+from perilune.ops.kda.gpu.states import place_marks
 
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 OFFSETS = (0, 20, 90)
@@ -57,3 +58,23 @@ def test_the_cuda_kernels(poisoned_memory: None) -> None:
             assert relative_error(got[name].double(), plain[name].double()) < 1e-6, name
         else:
             assert torch.equal(got[name], plain[name]), name
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+@pytest.mark.parametrize("target", [NEVER, 1])
+def test_states_in_and_out(target: int, poisoned_memory: None) -> None:
+    """Three sequences in a room for five: the last two have no tokens, and keep the states that they came with. In segments too."""
+    offsets, marks = (0, 20, 180, 256), [(1, 64), (1, 128), (2, 64)]
+    room = Room(256, 5, target, 64)
+    inputs = raw_inputs(1, 256, 1, 1, 64, 64, sequences=5)
+    low = {n: x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x.float() for n, x in inputs.items()}
+    tensors, initial = [low.pop(name) for name in ("q", "k", "v", "g", "beta")], low.pop("initial_state")
+    slots = torch.from_numpy(place_marks(room.boundaries(offsets), marks, room.chunks))
+    planned, options = Planned(room.plan(torch.from_numpy(room.filled(offsets))), slots, 5, 4), low | BOUNDED
+    with force("triton"), emulated():
+        o, final, states = planned_kda_states(*tensors, planned, initial, **options)
+        expected = packed_kda_states(*tensors, offsets, marks, initial_state=initial[:3], **options)
+    for got, want in zip((o, final[:3], states[:3]), expected, strict=True):
+        assert torch.equal(got, want) or target != NEVER
+        assert relative_error(got.double(), want.double()) < 1e-2
+    assert torch.equal(final[3:], initial[3:])

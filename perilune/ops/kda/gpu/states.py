@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,20 +27,30 @@ class Exports(NamedTuple):
 @lru_cache(maxsize=64)
 def _slots(offsets: tuple[int, ...], marks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """`Exports.slot` of these marks: the same for all layers of a pass, none of which waits for the device."""
-    counts = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
-    first = list(accumulate(counts, initial=0))  # chunk of each sequence
-    slots = torch.full((first[-1],), -1, dtype=torch.int32)
-    for place, (sequence, tokens) in enumerate(marks):
-        slots[first[sequence] + tokens // CHUNK - 1] = place
+    chunks = sum(-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets))
+    slots = torch.from_numpy(place_marks(offsets, marks, chunks))
     return slots.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else slots
 
 
 def kda_gpu_states(args: Arguments, marks: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernels without gradients; `marks` are pairs of a sequence and a multiple of a chunk inside it."""
-    device = args.q.device
-    shape = (len(marks), args.heads, args.value_dim, args.key_dim)
-    slots = _slots(args.offsets, tuple(marks), device)
-    exports = Exports(slots, torch.empty(shape, dtype=torch.float32, device=device))
+    return kda_gpu_planned(args, _slots(args.offsets, tuple(marks), args.q.device), len(marks))
+
+
+def place_marks(offsets: tuple[int, ...], marks: Sequence[tuple[int, int]], chunks: int) -> np.ndarray:
+    """`Exports.slot` of a plan with `chunks` rows, int32; marks as for `kda_gpu_states`."""
+    counts = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
+    first = list(accumulate(counts, initial=0))  # chunk of each sequence
+    slots = np.full(chunks, -1, np.int32)
+    for place, (sequence, tokens) in enumerate(marks):
+        slots[first[sequence] + tokens // CHUNK - 1] = place
+    return slots
+
+
+def kda_gpu_planned(args: Arguments, slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where the device knows what is wanted: `count` states, those of `slots`; see `Exports`."""
+    shape = (count, args.heads, args.value_dim, args.key_dim)
+    exports = Exports(slots, torch.empty(shape, dtype=torch.float32, device=args.q.device))
     A_log, dt_bias = (None if t is None else t.contiguous() for t in (args.A_log, args.dt_bias))
     with torch.cuda.device_of(args.q):
         inputs = (flat(t) for t in (args.q, args.k, args.v, args.g, args.beta))
