@@ -20,7 +20,7 @@ from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
-from perilune.ops.kda.gpu import forward
+from perilune.ops.kda.gpu import forward, known
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
@@ -35,8 +35,10 @@ LIMITS = {"o": 4.3e-3, "d_g": 2e-2, "d_beta": 1.5e-2, "d_A_log": SUMS, "d_dt_bia
 def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for stage in (cuda_prepare, cuda_scan, cuda_scan_backward, cuda_backward):
         monkeypatch.setattr(stage, "unsuitable", lambda *args, **kwargs: "Triton is tested here")
+    known.forget()
     with force("triton"):
         yield
+    known.forget()
 
 
 def make(
@@ -169,6 +171,7 @@ def test_t05_scales_and_values_taken_as_they_are(scale: float) -> None:
 def test_t05_every_width_with_and_without_segments(width: int, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that `fastest` chooses between; every other setting is fixed."""
     monkeypatch.setattr(forward, "fastest", lambda *_: (segment, width))
+    known.forget()
     inputs = make(1, 1100, 1, 1)
     inputs["g"] -= 8  # or nothing would pass from one segment to the next
     check(inputs, LIMITS | {"o": 6e-3}, **BOUNDED)

@@ -16,6 +16,7 @@ from test_kda_chunk_gpu import BOUNDED, SUMS, as_text, errors_of, make, run
 from perilune.ops.choice import force
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference
 from perilune.ops.kda.cuda import backward
+from perilune.ops.kda.gpu import known
 
 CASES = {
     "plain": {},
@@ -43,7 +44,9 @@ def _triton() -> Iterator[None]:
 def without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(backward, "unsuitable", lambda *args, **kwargs: "for comparison")
+        known.forget()
         yield
+    known.forget()
 
 
 def case(

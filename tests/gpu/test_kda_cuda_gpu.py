@@ -15,19 +15,21 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
 
 from perilune.ops.choice import force
-from perilune.ops.cuda import Kernel
+from perilune.ops.cuda import Launch
 from perilune.ops.kda import chunk_kda, recurrent_kda_reference
-from perilune.ops.kda.gpu import forward
+from perilune.ops.kda.gpu import forward, known
 
 
 @pytest.fixture(autouse=True)
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Every call takes the CUDA kernels; a test that fell back to Triton would show nothing."""
     seen: set[str] = set()
-    runs = Kernel.launch
-    monkeypatch.setattr(Kernel, "launch", lambda self, *args: (seen.add(self.entry), runs(self, *args))[1])
+    runs = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda self, *args: (seen.add(self.kernel.entry), runs(self, *args))[1])
+    known.forget()
     with force("triton"):
         yield seen
+    known.forget()
     assert {"prepare", "scan"} <= seen, "the CUDA kernels did not run"
 
 
@@ -53,7 +55,7 @@ def test_value_heads_and_packed_sequences() -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_across_segments(width: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "fastest", lambda *_: (10, width))
+    monkeypatch.setattr(forward, "fastest", lambda *_: (10, width))  # before a first call: see `_cuda`
     check(make(1, 4500, 1, 1), **BOUNDED)
     assert "summary" in _cuda
 
@@ -125,3 +127,60 @@ def test_gradients(segment: int, _cuda: set[str], monkeypatch: pytest.MonkeyPatc
     errors = errors_of(first, truth, inputs)
     assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
     assert {"scan_backward", "backward"} <= _cuda
+
+
+def test_a_form_found_again_waits_for_nothing() -> None:
+    """Other addresses, forms in turn, boundaries on the device, another stream: the bits of a first call, and no
+    synchronisation."""
+    bounds = torch.tensor([0, 100, 100, 229, 500], device="cuda")
+    cases = [
+        (make(1, 500, 2, 4, sequences=4), {"cu_seqlens": bounds}),
+        (make(2, 250, 2, 2), {}),
+        (make(1, 4500, 1, 1), {}),
+    ]
+    cases = [(inputs, BOUNDED | options | {"output_final_state": True}) for inputs, options in cases]
+    first = [run(chunk_kda, inputs, **options) for inputs, options in cases]
+    others = [({n: x.clone() for n, x in inputs.items()}, options) for inputs, options in cases]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [chunk_kda(**inputs, **options) for inputs, options in others]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    side.synchronize()
+    for (o, state), truth in zip(found, first, strict=True):
+        assert torch.equal(o, truth["o"]) and torch.equal(state, truth["state"])
+    again = [run(chunk_kda, inputs, **options) for inputs, options in others]
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(first, again, strict=True) for n in a)
+
+
+def test_boundaries_that_are_written_anew_are_read_anew() -> None:
+    inputs = make(1, 500, 2, 2)
+    del inputs["initial_state"]
+    bounds = torch.tensor([0, 100, 500], device="cuda")
+    with torch.no_grad():
+        before = chunk_kda(**inputs, **BOUNDED, cu_seqlens=bounds)[0]
+        bounds[1] = 300
+        after = chunk_kda(**inputs, **BOUNDED, cu_seqlens=bounds)[0]
+        assert torch.equal(after, chunk_kda(**inputs, **BOUNDED, cu_seqlens_cpu=[0, 300, 500])[0])
+    assert not torch.equal(before, after)
+
+
+def test_a_new_plan_on_one_stream_is_whole_on_another() -> None:
+    """Its tables are copied without waiting; a call on another stream that follows at once finds them."""
+    inputs = make(1, 3000, 2, 2)
+    del inputs["initial_state"]
+    busy, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    with torch.no_grad():
+        for n in range(1, 6):
+            cuts = (0, 17 * n, 1000 + n, 3000)
+            torch.cuda.synchronize()
+            for _ in range(10):
+                busy = busy @ busy * 1e-4
+            one = chunk_kda(**inputs, **BOUNDED, cu_seqlens_cpu=cuts)[0]  # behind work that takes long
+            with torch.cuda.stream(side):
+                two = chunk_kda(**inputs, **BOUNDED, cu_seqlens_cpu=cuts)[0]
+            torch.cuda.synchronize()
+            assert torch.equal(one, two), cuts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -74,6 +75,37 @@ class _Configuration(ctypes.Structure):
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
 
+class Order:
+    """A launch of which only the parameters in `buffer` and the stream change: all else is laid out for the driver once.
+
+    One call at a time; the driver copies the parameters.
+    """
+
+    def __init__(
+        self, function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, size: int, device: int, early: bool
+    ) -> None:  # fmt: skip
+        self._parameters = Parameters(size)
+        self.buffer = self._parameters.buffer
+        self._how = _Configuration(
+            *grid, threads, 1, 1, shared_bytes, None, ctypes.pointer(_EARLY) if early else None, int(early)
+        )
+        self._arguments = (ctypes.byref(self._how), function, None, self._parameters.extra)
+        self._device, self._call = device, _found().cuLaunchKernelEx
+
+    def queue(self) -> None:
+        """As `launch`, on torch's current stream of the device.
+
+        Raises:
+            CudaError: the launch was refused.
+        """
+        self._how.stream = torch._C._cuda_getCurrentRawStream(self._device)
+        status = self._call(*self._arguments)
+        if status in _WRONG_CONTEXT:  # as in `launch`
+            _enter(self._device)
+            status = self._call(*self._arguments)
+        _checked(status, "cuLaunchKernelEx")
+
+
 def launch(
     function: ctypes.c_void_p, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Parameters, device: int,
     early: bool = False,
@@ -99,6 +131,18 @@ def launch(
         _enter(device)
         status = call()
     _checked(status, "cuLaunchKernelEx" if early else "cuLaunchKernel")
+
+
+def encode_tiles(target: int, kind: int, rank: int, pointer: int, *description: Any) -> None:
+    """Describe a tensor to the copying unit: cuTensorMapEncodeTiled, into 128 bytes at `target`, a multiple of 64.
+
+    Raises:
+        CudaError: the description is refused.
+    """
+    status = _found().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(target), kind, ctypes.c_uint(rank), ctypes.c_void_p(pointer), *description
+    )
+    _checked(status, "cuTensorMapEncodeTiled")
 
 
 def _enter(device: int) -> None:

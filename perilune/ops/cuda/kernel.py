@@ -4,6 +4,8 @@
     reason = KERNEL.unavailable_reason(x.device)
     KERNEL.launch((blocks,), x, y, 2.0, x.numel())
 
+Where the same launch comes again and again, `Kernel.fixed` lays it out once; what is left to give are the pointers.
+
 The source includes "device.h" (see there), other headers of this folder and those of its own. NVRTC compiles it for the device at
 hand and cached per user; the key covers source, headers, options and the compiler's version. Nothing falls back silently:
 a caller asks `unavailable_reason` and takes another path with that reason.
@@ -18,6 +20,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +31,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perilune.ops import build_cache
+from perilune.ops import build_cache, first_use
 from perilune.ops.cuda import driver, emulator, nvrtc
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 TARGET = (9, 0)  # the compute capability that the kernels are written for and measured on
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+KEPT = 128  # laid out launches of a kernel; the oldest is dropped
 
 _emulated: ContextVar[bool] = ContextVar("perilune_cuda_emulated", default=False)
 _backwards: ContextVar[bool] = ContextVar("perilune_cuda_backwards", default=False)
@@ -113,6 +117,7 @@ class Kernel:
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._failed: dict[int, str] = {}
         self._library: ctypes.CDLL | None = None
+        self._fixed: dict[tuple[Any, ...], Launch] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Why this kernel cannot run on `device`; None if it can, and then it is compiled and loaded."""
@@ -124,12 +129,14 @@ class Kernel:
             return None
         with self._lock:
             if index not in self._functions and index not in self._failed:
+                began = time.perf_counter()
                 try:
                     cubin, _ = self.compiled(torch.cuda.get_device_capability(index))
                     self._functions[index] = driver.load(cubin, self.entry, index, self.shared_bytes)
                 except (nvrtc.CompileError, driver.CudaError) as error:
                     self._failed[index] = str(error).splitlines()[0]
                     logger.warning("CUDA kernel %s is unavailable: %s", self.entry, error)
+                first_use.tell(f"loaded {self.entry}", time.perf_counter() - began)
             return self._failed.get(index)
 
     def launch(self, grid: Sequence[int], *arguments: Tensor | float | None) -> None:
@@ -151,21 +158,38 @@ class Kernel:
         sizes = (*grid, 1, 1)[:3]
         if first.is_cuda:
             index = first.get_device()
-            function = self._functions.get(index)
-            if function is None:
-                reason = self.unavailable_reason(first.device)
-                assert reason is None, reason
-                function = self._functions[index]
+            function = self._function(first.device)
             with self._lock:
                 self._layout.pack_into(self._parameters.buffer, 0, *values)
                 driver.launch(function, sizes, self.threads, self.shared_bytes, self._parameters, index, self.early)
             return
+        self._emulate(sizes, self._layout.pack(*values))
+
+    def fixed(self, device: torch.device, grid: Sequence[int], *scalars: float) -> Launch:
+        """The launch on `device` with this grid and these scalars, of a kernel whose parameters begin with its pointers."""
+        key = (device, tuple(grid), scalars)
+        found = self._fixed.get(key)
+        if found is None:
+            if len(self._fixed) >= KEPT:
+                self._fixed.pop(next(iter(self._fixed)), None)
+            found = self._fixed[key] = Launch(self, device, (*grid, 1, 1)[:3], scalars)
+        return found
+
+    def _function(self, device: torch.device) -> ctypes.c_void_p:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        function = self._functions.get(index)
+        if function is None:
+            reason = self.unavailable_reason(device)
+            assert reason is None, reason
+            function = self._functions[index]
+        return function
+
+    def _emulate(self, grid: Sequence[int], parameters: bytes) -> None:
         assert _emulated.get(), "CPU tensors outside `emulated()`"
         with self._lock:  # the emulator runs one grid at a time
             if self._library is None:
                 self._library = emulator.load(self.source, self.entry, self._headers(), self.defines)
-            packed = self._layout.pack(*values)
-            emulator.launch(self._library, sizes, self.threads, self.shared_bytes, packed, _backwards.get())
+            emulator.launch(self._library, grid, self.threads, self.shared_bytes, parameters, _backwards.get())
 
     def compiled(self, capability: tuple[int, int] = TARGET) -> tuple[bytes, str]:
         """Machine code for a compute capability and the compiler's messages (none when the code was cached).
@@ -192,3 +216,38 @@ class Kernel:
         """What the source may include: the headers here, and those beside it."""
         shared = (path for path in FOLDER.glob("*.h") if path.name != "emulator.h")
         return [*sorted(shared), *sorted(self.source.parent.glob("*.h"))]
+
+
+class Launch:
+    """A kernel with its device, grid and scalars; see `Kernel.fixed`. Called with its pointers, from any thread."""
+
+    def __init__(self, kernel: Kernel, device: torch.device, grid: tuple[int, ...], scalars: tuple[float, ...]) -> None:
+        self.kernel, self.grid = kernel, grid
+        pointers = sum(kernel._pointers)
+        assert all(kernel._pointers[:pointers]), "the pointers come first"
+        self._pointers = struct.Struct(f"@{pointers}P")
+        self._packed = bytearray(kernel._layout.pack(*[0] * pointers, *scalars))
+        self._lock = threading.Lock()
+        self._order: driver.Order | None = None
+        if device.type == "cuda" and 0 not in grid:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            order = (kernel._function(device), grid, kernel.threads, kernel.shared_bytes, len(self._packed), index)
+            self._order = driver.Order(*order, kernel.early)
+            self._order.buffer[:] = self._packed
+
+    def __call__(self, *pointers: Tensor | int | None) -> None:
+        """Queue it, as `Kernel.launch`; an int is an address in the memory of a tensor that lives until the call returns.
+
+        Raises:
+            CudaError: the launch was refused.
+            EmulatorError: emulated, the kernel did what no kernel may do.
+        """
+        addresses = [x if type(x) is int else 0 if x is None else cast(Tensor, x).data_ptr() for x in pointers]
+        if self._order is not None:
+            with self._lock:
+                self._pointers.pack_into(self._order.buffer, 0, *addresses)
+                self._order.queue()
+        elif 0 not in self.grid:
+            packed = bytearray(self._packed)
+            self._pointers.pack_into(packed, 0, *addresses)
+            self.kernel._emulate(self.grid, bytes(packed))

@@ -8,7 +8,7 @@ Up to `use_beta_sigmoid_in_kernel` the arguments may be positional, in that libr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.kda.arguments import CHUNK_SIZES, Arguments, check
+from perilune.ops.kda.boundaries import boundaries
 from perilune.ops.kda.chunked import chunked
+from perilune.ops.kda.gpu import known
 from perilune.ops.kda.gpu import support as gpu
 from perilune.ops.kda.native import native, native_recurrent, unsuitable
 from perilune.ops.kda.reference import recurrent_reference
@@ -96,7 +98,8 @@ def chunk_kda(
         safe_gate: without the in-kernel gate, the caller's promise that g >= -5, which allows dense tiles.
         lower_bound: in [-5, 0): the bounded gate; None: the softplus gate.
         transpose_state_layout: old name of `state_v_first`.
-        cu_seqlens: int `[N+1]` boundaries of N sequences packed into one row (B = 1); empty sequences are allowed.
+        cu_seqlens: int `[N+1]` boundaries of N sequences packed into one row (B = 1); empty sequences are allowed. A tensor on
+            a device is read once, and again after torch has written to it; see `boundaries`.
         cu_seqlens_cpu: the same on the CPU; given, nothing is copied from the device.
         chunk_size: 16, 32 or 64 rows for the torch form (its results differ by rounding); None = chosen by device. The
             GPU kernels work in 64.
@@ -111,6 +114,18 @@ def chunk_kda(
     """
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         raise ConfigError(f"chunk_size={chunk_size}; allowed: {', '.join(map(str, CHUNK_SIZES))}, or None")
+    scale, lower_bound = (None if x is None else float(x) for x in (scale, lower_bound))
+    v_first = _layout(state_v_first, transpose_state_layout)
+    bounds = boundaries(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
+    key = None
+    if q.is_cuda and plan is None:
+        key = known.key_of(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, v_first, bounds, chunk_size,
+        )  # fmt: skip
+        found = known.find(key)
+        if found is not None:
+            return found(q, k, v, g, beta, A_log, dt_bias, initial_state)
     args = check(
         q,
         k,
@@ -128,11 +143,11 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate,
         lower_bound=lower_bound,
-        state_v_first=_layout(state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+        state_v_first=v_first,
+        cu_seqlens=bounds,
         plan=plan,
     )
-    return run(args, chunk_size)
+    return run(args, chunk_size, key)
 
 
 @torch.compiler.disable
@@ -184,7 +199,7 @@ def fused_recurrent_kda(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
         state_v_first=_layout(state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+        cu_seqlens=boundaries(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu),
     )
     with torch.no_grad():
         if choose(args).implementation == "native":
@@ -200,15 +215,15 @@ def _layout(state_v_first: bool, old_name: bool | None) -> bool:
     return old_name
 
 
-def run(args: Arguments, chunk_size: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """Run a checked call by the implementation that `choose` takes."""
+def run(args: Arguments, chunk_size: int | None = None, key: Hashable = None) -> tuple[Tensor, Tensor | None]:
+    """Run a checked call by the implementation that `choose` takes; a call with an equal `key` need not be checked again."""
     implementation = choose(args).implementation
     if implementation == "native" and chunk_size is None and args.plan is None:
         return native(args)
     if implementation == "triton" and chunk_size in (None, 64):
         from perilune.ops.kda.gpu.autograd import kda_gpu
 
-        return kda_gpu(args)
+        return kda_gpu(args, key)
     if args.plan is not None:
         raise ConfigError(f"plan= is for the kernels of a GPU, not for this call ({choose(args).reason}); leave it out")
     if implementation == "reference":

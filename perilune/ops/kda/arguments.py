@@ -138,6 +138,11 @@ def check(
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}; with q {tuple(q.shape)} it must be {shape}")
+    for name, x in (("k", k), ("v", v), ("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and x.device != q.device:
+            raise ConfigError(f"{name} is on {x.device} and q on {q.device}; bring all tensors to one device")
+    if initial_state is not None and initial_state.device != q.device:
+        raise ConfigError(f"initial_state is on {initial_state.device} and q on {q.device}; bring it there with .to()")
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must have one dtype")
     if heads % qk_heads:

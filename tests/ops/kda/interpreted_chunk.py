@@ -11,7 +11,7 @@ from kda_cases import IN_KERNEL, assert_close, outputs_and_gradients, raw_inputs
 from torch import Tensor
 
 from perilune.ops.choice import force
-from perilune.ops.cuda import Kernel, emulated, emulator
+from perilune.ops.cuda import Launch, emulated, emulator
 from perilune.ops.kda import chunk_kda, chunk_kda_states, packed_kda_states, recurrent_kda_reference, select
 from perilune.ops.kda.api import choose
 from perilune.ops.kda.arguments import check
@@ -66,9 +66,9 @@ def test_gradients_of_any_size_keep_their_precision(size: float) -> None:
 def test_the_cuda_kernels_take_their_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 through the whole function: the CUDA kernels, emulated."""
     launched: list[str] = []
-    launch_kernel = Kernel.launch
+    launch = Launch.__call__
     monkeypatch.setattr(
-        Kernel, "launch", lambda self, *args: (launched.append(self.entry), launch_kernel(self, *args))[1]
+        Launch, "__call__", lambda self, *args: (launched.append(self.kernel.entry), launch(self, *args))[1]
     )
     inputs = raw_inputs(1, 100, 1, 2, 64, 64)
     inputs = {n: x.bfloat16().double() if n in ("q", "k", "v", "g", "beta") else x for n, x in inputs.items()}

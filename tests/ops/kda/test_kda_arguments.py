@@ -30,6 +30,8 @@ from perilune.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda, rec
         ({"g": torch.zeros(2, 40, 16)}, "4 dimensions"),
         ({"beta": torch.zeros(2, 40, 3)}, "beta"),
         ({"v": torch.zeros(2, 40, 2, 6, dtype=torch.bfloat16)}, "one dtype"),
+        ({"dt_bias": torch.zeros(16, device="meta")}, "dt_bias is on meta and q on cpu"),
+        ({"initial_state": torch.zeros(2, 2, 8, 6, device="meta")}, "initial_state is on meta"),
         ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, "sigmoid"),
     ],
 )

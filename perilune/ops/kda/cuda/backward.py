@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import Kernel, unavailable_reason
+from perilune.ops.cuda import Kernel, Launch, unavailable_reason
 from perilune.ops.kda.gpu.plan import CHUNK
 from perilune.ops.triton.available import units
 
@@ -81,15 +81,25 @@ def launch(
         dA: float32 `[chunks, heads]`.
         bias: float32 `[chunks, heads, K]`.
     """
-    heads = g.shape[1]
-    programs = chunks.shape[0] * heads
-    run = _kernel_for(q, g, beta, A_log, dt_bias, do, l2, sigmoid)
+    run = laid_out(
+        q, k, v, g, beta, A_log, dt_bias, do, chunks.shape[0],
+        scale=scale, lower_bound=lower_bound, beta_scale=beta_scale, l2=l2, sigmoid=sigmoid,
+    )  # fmt: skip
     A_log, dt_bias = (None if x is None else x.float() for x in (A_log, dt_bias))
     if dt_bias is not None and dt_bias.data_ptr() % 16:
         dt_bias = dt_bias.clone()
-    run.launch(
-        (min(programs, units(q.device)),),
-        q, k, v, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias,
+    run(q, k, v, g, beta, A_log, dt_bias, do, U, S, E, dS, chunks, dq, dk, dz, dbeta, dA, bias)
+
+
+def laid_out(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, do: Tensor,
+    chunks: int, *, scale: float, lower_bound: float, beta_scale: float, l2: bool, sigmoid: bool,
+) -> Launch:  # fmt: skip
+    """The launch for tensors that lie like these, in so many chunks. Its pointers as in backward.cu."""
+    heads = g.shape[1]
+    programs = chunks * heads
+    return _kernel_for(q, g, beta, A_log, dt_bias, do, l2, sigmoid).fixed(
+        q.device, (min(programs, units(q.device)),),
         scale, lower_bound, beta_scale, *(n for x in (q, k, v, g) for n in x.stride()[:2]), *beta.stride(),
         *do.stride()[:2], heads, heads // q.shape[1], programs,
     )  # fmt: skip

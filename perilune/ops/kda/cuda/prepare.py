@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.choice import Choice
-from perilune.ops.cuda import Kernel
+from perilune.ops.cuda import Kernel, Launch
 
 if TYPE_CHECKING:
     from perilune.ops.kda.gpu.forward import Prepared, Setting
@@ -86,8 +86,13 @@ def run(
 
     Of P and A blocks of 16 above the diagonal only if `whole`; the serial CUDA kernels do not read them.
     """
-    heads, key_dim = g.shape[1:]
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (A_log, dt_bias))
+    laid_out(q, k, g, beta, chunks.shape[0], s, whole)(q, k, g, beta, A_log, dt_bias, chunks, *out)
+
+
+def laid_out(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: int, s: Setting, whole: bool) -> Launch:
+    """The launch for tensors that lie like these, in so many chunks; its pointers as in prepare.cu."""
+    heads, key_dim = g.shape[1:]
     flags = (
         _L2_NORM * s.l2_norm
         | _GATE * (s.gate == 1)
@@ -96,9 +101,8 @@ def run(
         | _WHOLE * whole
     )
     strides = [x.stride() for x in (q, k, g, beta)]
-    kernel(key_dim, g.dtype == torch.float32).launch(
-        (chunks.shape[0] * heads,),
-        q, k, g, beta, A_log, dt_bias, chunks, *out,
+    return kernel(key_dim, g.dtype == torch.float32).fixed(
+        q.device, (chunks * heads,),
         s.scale, s.lower_bound, -0.5 * s.lower_bound * LOG2E, s.beta_scale,
         *(n[1] for n in strides), *(n[0] for n in strides), heads, heads // q.shape[1], flags,
     )  # fmt: skip

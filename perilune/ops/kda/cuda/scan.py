@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import Kernel
+from perilune.ops.cuda import Kernel, Launch
 from perilune.ops.kda.cuda.serial import obstacle, serial_kernel
 
 if TYPE_CHECKING:
@@ -44,9 +44,16 @@ def run(
         U: `[chunks, heads, 64, V]`, with S `[chunks, heads, V, K]` for the backward pass.
         slots: with exported, see `states.Exports`.
     """
+    launch = laid_out(v, x.Kd.shape[-1], p, U is not None, strides, final_strides)
+    launch(v, *x, p.units, state, final, o, U, S, slots, exported)
+
+
+def laid_out(
+    v: Tensor, key_dim: int, p: Plan, keep: bool, strides: tuple[int, ...], final_strides: tuple[int, ...]
+) -> Launch:  # fmt: skip
+    """The launch for values that lie like these, units and widths of p; `keep`: with U and S. Its pointers as in scan.cu."""
     heads, value_dim = v.shape[1:]
-    kernel(x.Kd.shape[-1], p.width, U is not None).launch(
-        (heads * (value_dim // p.width), p.unit_count),
-        v, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, state, final, o, U, S, slots, exported,
+    return kernel(key_dim, p.width, keep).fixed(
+        v.device, (heads * (value_dim // p.width), p.unit_count),
         *v.stride()[:2], *strides, *final_strides, heads, value_dim, int(p.split),
     )  # fmt: skip

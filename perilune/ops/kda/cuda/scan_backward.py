@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import Kernel
+from perilune.ops.cuda import Kernel, Launch
 from perilune.ops.kda.cuda.serial import obstacle, serial_kernel
 
 if TYPE_CHECKING:
@@ -43,9 +43,16 @@ def run(
             does not begin a sequence adds to it, `[units, heads, V, K]`.
         E: gradient of v `[tokens, heads, V]`, with dS `[chunks, heads, V, K]`, of the state that leaves each chunk.
     """
+    launch = laid_out(do, x.Kd.shape[-1], p, E is None, strides, split, entering_strides)
+    launch(do, *x, p.units, leaving, entering, E, dS)
+
+
+def laid_out(
+    do: Tensor, key_dim: int, p: Plan, summary: bool, strides: tuple[int, ...], split: bool, entering_strides: tuple[int, ...]
+) -> Launch:  # fmt: skip
+    """The launch for a cotangent that lies like this one; the rest as in `run`. Its pointers as in scan_backward.cu."""
     heads, value_dim = do.shape[1:]
-    kernel(x.Kd.shape[-1], p.width, E is None).launch(
-        (heads * (value_dim // p.width), p.unit_count),
-        do, x.Qd, x.Kd, x.Kr, x.P, x.A, x.gamma, x.beta, p.units, leaving, entering, E, dS,
+    return kernel(key_dim, p.width, summary).fixed(
+        do.device, (heads * (value_dim // p.width), p.unit_count),
         *do.stride()[:2], *strides, *entering_strides, heads, value_dim, int(split),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from perilune.ops.cuda import Kernel
+from perilune.ops.cuda import Kernel, Launch
 from perilune.ops.kda.cuda.serial import serial_kernel
 
 if TYPE_CHECKING:
@@ -23,10 +23,14 @@ def kernel(key_dim: int, width: int) -> Kernel:
 
 def run(v: Tensor, x: Prepared, p: Plan, state: Tensor | None, strides: tuple[int, ...], M: Tensor, N: Tensor) -> None:
     """Fill M^T `[units, heads, K, K]` and N^T `[units, heads, V, K]` of every unit but the last of its sequence."""
+    laid_out(v, x.Kd.shape[-1], p, strides)(v, x.Kd, x.Kr, x.A, x.gamma, x.beta, p.units, state, M, N)
+
+
+def laid_out(v: Tensor, key_dim: int, p: Plan, strides: tuple[int, ...]) -> Launch:
+    """The launch for values that lie like these and the units of p. Its pointers as in summary.cu."""
     heads, value_dim = v.shape[1:]
-    key_dim = x.Kd.shape[-1]
     width = min(value_dim, key_dim)
-    kernel(key_dim, width).launch(
-        (heads * ((value_dim + key_dim) // width), p.unit_count),
-        v, x.Kd, x.Kr, x.A, x.gamma, x.beta, p.units, state, M, N, *v.stride()[:2], *strides, heads, value_dim,
+    return kernel(key_dim, width).fixed(
+        v.device, (heads * ((value_dim + key_dim) // width), p.unit_count),
+        *v.stride()[:2], *strides, heads, value_dim,
     )  # fmt: skip

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from perilune.ops.kda.cuda import backward as cuda_backward
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
+from perilune.ops.kda.gpu.fold import fold
 from perilune.ops.kda.gpu.forward import Prepared, Setting, state_strides
 from perilune.ops.kda.gpu.plan import CHUNK, Plan
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.backward import backward_kernel
 from perilune.ops.kda.triton.backward_fast import gradients_kernel, pairs_kernel, products_kernel
 from perilune.ops.kda.triton.scan_backward import scan_backward_kernel
-from perilune.ops.kda.triton.segments import fold_kernel
 
 
 def backward(
@@ -94,11 +94,8 @@ def _scan(
         torch.empty(p.unit_count, heads, value_dim, key_dim, dtype=torch.float32, device=do.device) for _ in "NL"
     )
     scan(d_final, s.state_v_first, False, N, summary=True)
-    width = min(32, value_dim)
-    fold_kernel[(heads * (value_dim // width), len(p.sequences))](
-        M, N, d_final, p.sequences, leave, *((0,) * 4 if d_final is None else state_strides(d_final, s.state_v_first)),
-        heads, K=key_dim, V=value_dim, BV=width, HAS_STATE=d_final is not None, REVERSE=True, **configs.FOLD,
-    )  # fmt: skip
+    strides = (0, 0, 0, 0) if d_final is None else state_strides(d_final, s.state_v_first)
+    fold(M, N, d_final, strides, p, leave, reverse=True)
     scan(leave, True, True, d_state)
     return E, d_state, dS
 

@@ -13,11 +13,12 @@ from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.cuda import summary as cuda_summary
+from perilune.ops.kda.gpu.fold import fold
 from perilune.ops.kda.gpu.plan import CHUNK, Plan, fastest, plan
 from perilune.ops.kda.triton import configs
 from perilune.ops.kda.triton.prepare import prepare_kernel
 from perilune.ops.kda.triton.scan_forward import scan_forward_kernel
-from perilune.ops.kda.triton.segments import fold_kernel, summary_kernel
+from perilune.ops.kda.triton.segments import summary_kernel
 from perilune.ops.triton.available import units
 
 
@@ -144,11 +145,7 @@ def enter(v: Tensor, x: Prepared, state: Tensor | None, p: Plan, s: Setting, in_
             v, x.Kd, x.Kr, x.A, x.gamma, x.beta, p.units, state, M, N, *v.stride()[:2], *strides, heads,
             K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, **configs.SUMMARY,
         )  # fmt: skip
-    width = min(32, value_dim)
-    fold_kernel[(heads * (value_dim // width), len(p.sequences))](
-        M, N, state, p.sequences, entry, *strides, heads,
-        K=key_dim, V=value_dim, BV=width, HAS_STATE=state is not None, REVERSE=False, **configs.FOLD,
-    )  # fmt: skip
+    fold(M, N, state, strides, p, entry, reverse=False)
     return Entry(entry, tuple(entry.stride()), M)
 
 

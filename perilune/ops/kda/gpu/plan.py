@@ -38,6 +38,27 @@ CUDA = Steps(scan={128: 2.08, 64: 1.36}, summary=1.22, fold=5.0, scan_bytes=0.02
 TRITON = Steps(scan={128: 3.5, 64: 2.9}, summary=2.5, fold=5.0, scan_bytes=0.031, summary_bytes=0.03)
 
 
+class Filling:
+    """A copy to a device that nobody waited for: work on its own stream comes behind it, other streams have to wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._done: torch.cuda.Event | None = torch.cuda.Event()
+        self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Make the current stream wait, if there is something to wait for."""
+        done = self._done
+        if done is None or torch.cuda.is_current_stream_capturing():  # a recording begins when nothing is under way
+            return
+        if done.query():
+            self._done = None
+        else:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                current.wait_event(done)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Tables over the flattened tokens.
@@ -49,6 +70,7 @@ class Plan:
         sequences: int32 `[N, 2]`, first unit and units.
         split: True if a sequence has more than one unit.
         width: value channels of a head that a program of the serial kernels takes.
+        filling: until when another stream may not read the tables; None for those that the caller fills.
     """
 
     chunks: Tensor
@@ -56,6 +78,7 @@ class Plan:
     sequences: Tensor
     split: bool
     width: int
+    filling: Filling | None = None
 
     @property
     def chunk_count(self) -> int:
@@ -98,7 +121,7 @@ def _ranges(count_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - (np.cumsum(count_N) - count_N)[owner]
 
 
-_recorded: dict[tuple, Plan] = {}  # a recorded CUDA graph reads its tables for as long as it lives
+_recorded: dict[int, Plan] = {}  # a recorded CUDA graph reads its tables for as long as it lives
 
 
 def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
@@ -111,16 +134,34 @@ def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device
         device: of the tables.
     """
     found = _plan(offsets, target, width, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _recorded[offsets, target, width, device] = found
+    if found.filling is not None:
+        found.filling.wait()
+    keep_if_recorded(found)
     return found
+
+
+def keep_if_recorded(p: Plan) -> None:
+    """Keep the tables for good if the current stream is being recorded."""
+    if p.chunks.is_cuda and torch.cuda.is_current_stream_capturing():
+        _recorded[id(p)] = p
 
 
 @lru_cache(maxsize=64)
 def _plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
     found = tables(offsets, target)
-    chunks, units, sequences = (torch.from_numpy(table).to(device) for table in found)
-    return Plan(chunks, units, sequences, len(units) > len(sequences), width)
+    lengths = [-(-table.size // 4) * 4 for table in found]  # each begins at a multiple of 16 bytes
+    numbers = torch.zeros(sum(lengths), dtype=torch.int32)
+    for part, table in zip(numbers.split(lengths), found, strict=True):
+        part[: table.size] = torch.from_numpy(table.ravel())
+    filling = None
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        # From pinned memory, which torch keeps until it is read: the host goes on. A recording would hold the copy, not make it.
+        numbers, filling = numbers.pin_memory().to(device, non_blocking=True), Filling(device)
+    else:
+        numbers = numbers.to(device)
+    parts = zip(numbers.split(lengths), found, strict=True)
+    chunks, units, sequences = (part[: table.size].view(table.shape) for part, table in parts)
+    return Plan(chunks, units, sequences, len(units) > len(sequences), width, filling)
 
 
 @lru_cache(maxsize=64)

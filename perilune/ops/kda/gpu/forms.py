@@ -1,0 +1,146 @@
+"""Calls of one form: alike in all but addresses and contents. Laid out once, afterwards only queued.
+
+What Python does for a call whose form is known: find it, allocate, write addresses, queue two to four kernels. A form exists for
+calls all of whose stages are CUDA kernels; others go through `forward` and `backward`, which choose stage by stage.
+
+    known.py   forms found again        autograd.py   a form as one differentiable function        form_backward.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.ops.kda.arguments import Arguments
+from perilune.ops.kda.cuda import backward as cuda_backward
+from perilune.ops.kda.cuda import prepare as cuda_prepare
+from perilune.ops.kda.cuda import scan as cuda_scan
+from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
+from perilune.ops.kda.cuda import summary as cuda_summary
+from perilune.ops.kda.gpu.fold import fold
+from perilune.ops.kda.gpu.forward import Setting, flat, planned, state_strides
+from perilune.ops.kda.gpu.known import ALIGNMENT
+from perilune.ops.kda.gpu.plan import CHUNK, keep_if_recorded
+
+PLACE = 1024  # bytes between which the parts of a buffer begin
+
+
+class Parts:
+    """How many tensors share one buffer, which is one allocation: where each begins.
+
+    Args:
+        bytes: of each.
+    """
+
+    def __init__(self, *bytes: int) -> None:
+        *self.begins, self.bytes = accumulate((-(-n // PLACE) * PLACE for n in bytes), initial=0)
+
+    def within(self, buffer: Tensor) -> list[int]:
+        """The addresses."""
+        base = buffer.data_ptr()
+        return [base + begin for begin in self.begins]
+
+
+class Form:
+    """The forward pass of one form, and what the backward pass of it needs to know.
+
+    Args:
+        args: a call of the form.
+        keep: whether a backward pass will follow.
+        flats: its q, k, v, g and beta over flattened tokens, as views.
+    """
+
+    def __init__(self, args: Arguments, keep: bool, flats: tuple[Tensor, ...]) -> None:
+        q, k, v, g, beta = flats
+        s = Setting.of(args, keep)
+        heads, key_dim, value_dim = args.heads, args.key_dim, args.value_dim
+        p = planned(s, heads, key_dim, value_dim, q.device, True)
+        self.setting, self.plan, self.keep, self.gate = s, p, keep, args.gate
+        self.device, self.index, self.o_shape = q.device, q.get_device(), args.v.shape
+        tiles = p.chunk_count * heads
+        wide, square = 2 * tiles * CHUNK * key_dim, 2 * tiles * CHUNK * CHUNK
+        kept = (2 * tiles * CHUNK * value_dim, 2 * tiles * value_dim * key_dim) if keep else ()  # U, S
+        self.parts = Parts(wide, wide, wide, square, square, 4 * tiles * key_dim, 4 * tiles * CHUNK, *kept)
+        inner = (value_dim, key_dim) if s.state_v_first else (key_dim, value_dim)
+        self.final_shape = (args.sequences, heads, *inner) if s.final else None
+        final_strides = (0, 0, 0, 0)
+        if self.final_shape is not None:
+            final_strides = state_strides(torch.empty(self.final_shape, device="meta"), s.state_v_first)
+        strides = (0, 0, 0, 0) if args.initial_state is None else state_strides(args.initial_state, s.state_v_first)
+        self._strides = strides
+        self.backwards: dict[Hashable, Any] = {}  # by how their cotangents lie: `form_backward.BackwardForm`
+        self._prepare = cuda_prepare.laid_out(q, k, g, beta, p.chunk_count, s, whole=False)
+        self._summary = None
+        if p.split:
+            self._summary = cuda_summary.laid_out(v, key_dim, p, strides)
+            inside = value_dim * key_dim
+            strides = (heads * inside, inside, key_dim, 1)
+        self._scan = cuda_scan.laid_out(v, key_dim, p, keep, strides, final_strides)
+        self._M_shape = (p.unit_count, heads, key_dim, key_dim)
+        self._N_shape = (p.unit_count, heads, value_dim, key_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+        state: Tensor | None, slots: Tensor | None = None, exported: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """Queue the pass: o, the final state or None, the buffer that the kernels share, M of segments or None.
+
+        Tensors as given to `chunk_kda`; slots and exported: see `states.Exports`.
+        """
+        if self.index >= 0 and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self.forward(q, k, v, g, beta, A_log, dt_bias, state, slots, exported)
+        p = self.plan
+        if p.filling is not None:
+            p.filling.wait()
+        keep_if_recorded(p)
+        buffer = q.new_empty(self.parts.bytes // 2)
+        x = self.parts.within(buffer)
+        self._prepare(q, k, g, beta, A_log, dt_bias, p.chunks, *x[:7])
+        M = None
+        if self._summary is not None:
+            M, N, entry = (
+                torch.empty(shape, dtype=torch.float32, device=self.device)
+                for shape in (self._M_shape, self._N_shape, self._N_shape)
+            )
+            self._summary(v, x[1], x[2], x[4], x[5], x[6], p.units, state, M, N)
+            fold(M, N, state, self._strides, p, entry, reverse=False)
+            state = entry
+        o, final = q.new_empty(self.o_shape), None
+        if self.final_shape is not None:
+            final = torch.empty(self.final_shape, dtype=torch.float32, device=self.device)
+        U, S = x[7:] if self.keep else (None, None)
+        self._scan(v, *x[:7], p.units, state, final, o, U, S, slots, exported)
+        return o, final, buffer, M
+
+
+def lay_out(args: Arguments, keep: bool) -> Form | None:
+    """The form of a call, its kernels compiled; None if another way than the CUDA kernels has a part in it."""
+    if args.plan is not None or not args.q.numel() or not args.v.numel():
+        return None
+    given = (args.q, args.k, args.v, args.g, args.beta)
+    flats = tuple(flat(x) for x in given)
+    if any(x.data_ptr() != y.data_ptr() for x, y in zip(given, flats, strict=True)):  # copied
+        return None
+    small = [x for x in (args.A_log, args.dt_bias) if x is not None]
+    if any(x.dtype != torch.float32 or not x.is_contiguous() for x in small):
+        return None
+    if args.dt_bias is not None and args.dt_bias.data_ptr() & ALIGNMENT:
+        return None
+    if args.initial_state is not None and args.initial_state.dtype != torch.float32:
+        return None
+    q, k, v, g, beta = flats
+    s = Setting.of(args, keep)
+    if cuda_scan.unsuitable(v, args.key_dim, torch.bfloat16, q.dtype) or cuda_prepare.unsuitable(q, k, g, beta, s):
+        return None
+    if keep:
+        forms = {"gate": s.gate, "bounded": s.bounded, "l2": s.l2_norm, "sigmoid": s.beta_sigmoid}
+        if cuda_scan_backward.unsuitable(v, args.key_dim, torch.bfloat16) or cuda_backward.unsuitable(
+            q, k, v, g, beta, args.A_log, args.dt_bias, v, **forms
+        ):
+            return None
+    return Form(args, keep, flats)
