@@ -90,7 +90,6 @@ def cases(model_name: str, device: str) -> Iterator[Measurable]:
         make=lambda: (loads.together(model, one_pass=True), loads.together(model, one_pass=False)),
     )  # fmt: skip
     yield from prefix  # on a CPU
-    yield Waits(model=model, sizes=engine_waits.CPU if on_cpu else engine_waits.GPU, goal=0.5)
     answers = 60 if on_cpu else 20
     aborts = Case(
         name="engine_aborts", peer="nothing stopped",
@@ -98,6 +97,7 @@ def cases(model_name: str, device: str) -> Iterator[Measurable]:
         make=lambda: tuple(loads.load(model, stops=stops, answers=answers) for stops in (True, False)),
     )  # fmt: skip
     yield Aimed(case=aborts, target_ratio=1 / 1.12)
+    yield Waits(model=model, sizes=engine_waits.CPU if on_cpu else engine_waits.GPU, goal=0.5)
     if on_cpu:
         yield from _on_the_host(model, model_name)
 

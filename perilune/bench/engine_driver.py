@@ -59,11 +59,18 @@ class Driver:
         self.ahead = ahead and pays_off(model.device)
         self.scheduler = Scheduler(self.cache, limits, ahead=self.ahead)
         self.pool = PagePool(model.cfg, self.geometry, pages, model.compute_dtype, model.device)
-        self.runner = ModelRunner(model, self.pool, model.cfg.vocab_size)
+        self.runner = ModelRunner(
+            model, self.pool, model.cfg.vocab_size, most_rows=limits.sequences, most_tokens=limits.step_tokens
+        )
         self.scores: dict[str, torch.Tensor] = {}
         self.spoke: dict[str, float] = {}
         self._launched: tuple[Plan, list[Row], Readback] | None = None
         self._names, self._known = itertools.count(), KnownPrompts()
+
+    def warm_up(self, longest: int) -> None:
+        """As a server does before it is ready; `longest`: tokens of a sequence."""
+        for _, run in self.runner.preparations(longest):
+            run()
 
     def chain(self, ids: list[int]) -> TokenChain:
         """Digests of a prompt."""

@@ -57,6 +57,7 @@ class _Condition:
         classes = service_classes(sizes.context) if budgets else ONE_CLASS
         limits = Limits(sequences=8, step_tokens=sizes.step_tokens, chunk=sizes.step_tokens, classes=classes)
         self.driver = Driver(model, pages_of(model, 8 * (sizes.long + 512), 16), limits)
+        self.driver.warm_up(sizes.long + 1)  # sizes of steps are left to chance
         self.model, self.sizes, self.busy = model, sizes, busy
         self.waits: list[float] = []
         self._long: list[Sequence] = []

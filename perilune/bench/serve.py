@@ -7,8 +7,9 @@
 | abort  | a tenth of clients leave | none leaves                | time of a drawn token over everything, always a closed loop |
 
 All of these are our own engine with a part of it switched off: they say what the part is worth, not how other engines do.
-Every request counts from the moment at which the trace wanted it sent. A server answers the loads of all scenarios, its cache
-emptied before each, and a few requests before the first, so that nothing is compiled while it is timed.
+Every request counts from the moment at which the trace wanted it sent. All servers are started together and have warmed up
+before anything is timed; then one load runs after the other, on one server at a time, whose cache is emptied before. `extra`
+counts what a server compiled or recorded while it was timed, which should be nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from perilune.errors import ConfigError
 
 SCENARIOS = ("chat", "agent", "shared", "mix", "burst", "abort")
 PERCENTILES = (50, 90, 99)
+COMPILATIONS = "perilune:engine_compilations_total{"
 FIRST_SECONDS = {"short": 1.0, "medium": 4.0, "long": 30.0}
 """Service levels of time to first token; tests of a level are about the share of requests that keep it."""
 EACH_SECONDS = 0.1
 BURST_REQUESTS, BURST_FASTER = 160, 2.5
 ABORT_REQUESTS = 96
-WARM_UP = 24  # requests before a server's first load
+WARM_UP = 24  # requests before a server's first load: sizes of decode passes are recorded on a CPU as they come
 AIMS = {"burst_p99_short": 1 / 2, "abort_token_all": 1 / 1.12}  # ratios that rows aim at
 
 
@@ -68,12 +70,14 @@ class Outcome:
         seconds: from the first request to the last answer.
         pages: (second, page counts by what they hold) while it ran.
         events: the cache's own account of hits and misses.
+        compiled: kernels and recordings that the server made meanwhile.
     """
 
     records: list[Record]
     seconds: float
     pages: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    compiled: float = 0.0
 
     def of(self, kind: str) -> list[Record]:
         """Answered requests of a class; "all" = of every class."""
@@ -141,26 +145,26 @@ def run(
     began, rows = time.monotonic(), []
     place = url or f"{plan.preset} {plan.dtype}, context {plan.context}"
     known = read(results) if results.exists() else []
+    left: list[tuple[str, LoadPlan, str]] = []
+    for name in scenarios:
+        given = _load(name, load)
+        pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
+        shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
+        had = [
+            row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
+        ]  # fmt: skip
+        if had and not url:
+            rows += had
+        else:
+            left.append((name, given, shape))
+    plan = replace(plan, device=device)
     with Servers() as servers:
-        for name in scenarios:
-            given = load
-            if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
-                given = replace(load, requests=max(load.requests, ABORT_REQUESTS), concurrency=8)
-            if name == "burst" and not load.concurrency:  # a 99th percentile of a few requests says nothing
-                given = replace(load, requests=max(load.requests, BURST_REQUESTS), rate=BURST_FASTER * load.rate)
-            pace = f"{given.concurrency} clients" if given.concurrency else f"{given.rate:g}/s"
-            shape = f"{given.requests} requests, {pace}, {place}, seed {given.seed}"
-            had = [
-                row for row in known if row.name.startswith(f"serve_{name}_") and row.shape == shape and _same(row, device)
-            ]  # fmt: skip
-            if had and not url:
-                rows += had
-                continue
+        if not url:
+            _start(servers, [name for name, *_ in left], load, plan)
+        for name, given, shape in left:
             if budget is not None and time.monotonic() - began > budget:
                 break
-            outcomes = (
-                _foreign(name, given, url, key) if url else _own(servers, name, given, replace(plan, device=device))
-            )
+            outcomes = _foreign(name, given, url, key) if url else _own(servers, name, given, plan)
             if details is not None:
                 write_details(details / f"serve-{name}.json", name, shape, outcomes)
             for row in rows_of(name, shape, device, outcomes):
@@ -170,31 +174,47 @@ def run(
     return rows
 
 
+def _load(name: str, load: LoadPlan) -> LoadPlan:
+    """How much is asked in a scenario."""
+    if name == "abort" and not load.concurrency:  # what is lost shows only where somebody waits
+        return replace(load, requests=max(load.requests, ABORT_REQUESTS), concurrency=8)
+    if name == "burst" and not load.concurrency:  # a 99th percentile of a few requests says nothing
+        return replace(load, requests=max(load.requests, BURST_REQUESTS), rate=BURST_FASTER * load.rate)
+    return load
+
+
 def _same(row: Row, device: str) -> bool:
     return row.commit == commit() and not row.commit.endswith("+") and row.device == device_name(device)
 
 
-def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
-    """Outcomes of ours and of the peer, each on a server of its own."""
+def _runs(name: str, plan: ServerPlan) -> dict[str, tuple[ServerPlan, str]]:
+    """What is compared in a scenario: ours, its peer, and what else is needed, each a server and a trace."""
 
     def settings(**more: Any) -> ServerPlan:
         return replace(plan, settings=(*plan.settings, *more.items()))
 
     if name == "burst":
-        runs = {
+        return {
             "budgets for each class": (plan, "burst"),
             "one queue": (settings(classes=()), "burst"),
             "idle": (plan, "idle"),
         }
-    elif name == "abort":
-        runs = {"a tenth leaves": (plan, "chat"), "nobody leaves": (plan, "chat")}
-    else:
-        runs = {"prefix cache": (plan, name), "no prefix cache": (settings(prefix_cache=False), name)}
-    for server in servers.start(one for one, _ in runs.values()):
+    if name == "abort":
+        return {"a tenth leaves": (plan, "chat"), "nobody leaves": (plan, "chat")}
+    return {"prefix cache": (plan, name), "no prefix cache": (settings(prefix_cache=False), name)}
+
+
+def _start(servers: Servers, names: Sequence[str], load: LoadPlan, plan: ServerPlan) -> None:
+    """Start the servers of these scenarios, and let each answer a few requests."""
+    for server in servers.start(one for name in names for one, _ in _runs(name, plan).values()):
         warm = LoadPlan(requests=WARM_UP, rate=load.rate, concurrency=8, seed=load.seed + 1)
         asyncio.run(drive(server.url, "mix", warm, admin_url=server.admin_url))
+
+
+def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
+    """Outcomes of ours and of the peer, each on a server of its own."""
     outcomes = {}
-    for label, (one, trace) in runs.items():
+    for label, (one, trace) in _runs(name, plan).items():
         server = servers.of(one)
         leave = 0.1 if label == "a tenth leaves" else 0.0
         outcomes[label] = asyncio.run(
@@ -228,6 +248,7 @@ async def drive(
         runner = Load(asks, url, model=card["id"], context=context, key=key, concurrency=load.concurrency)
         pages: list[tuple[float, list[dict[str, Any]]]] = []
         warmed = len(await _timeline(client, admin_url)) if admin_url else 0
+        compiled = await _compiled(client, url) if admin_url else 0.0
         began = time.perf_counter()
 
         async def watch() -> None:
@@ -242,11 +263,18 @@ async def drive(
         if watcher is None:
             return Outcome(records, seconds)
         watcher.cancel()
-        return Outcome(records, seconds, pages, (await _timeline(client, admin_url))[warmed:])
+        events, compiled = (await _timeline(client, admin_url))[warmed:], await _compiled(client, url) - compiled
+        return Outcome(records, seconds, pages, events, compiled)
 
 
 async def _timeline(client: Any, admin_url: str | None) -> list[dict[str, Any]]:
     return (await client.get(f"{admin_url}/admin/cache/timeline")).json()["events"]
+
+
+async def _compiled(client: Any, url: str) -> float:
+    """Kernels compiled or loaded and passes recorded since the server was ready."""
+    text = (await client.get(url + "/metrics")).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(COMPILATIONS))
 
 
 def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
@@ -277,11 +305,11 @@ def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome])
         "requests_per_second": len(ours.of("all")) / ours.seconds, "tokens_per_second": ours.drawn / ours.seconds,
         "goodput_per_second": ours.goodput(), "hit_ratio": ours.hit_ratio,
         "refused": float(sum(bool(one.kind) and one.status not in (200, 499) for one in ours.records)),
-        "left": float(sum(one.status == 499 for one in ours.records)),
+        "left": float(sum(one.status == 499 for one in ours.records)), "compiled": ours.compiled,
     }  # fmt: skip
     if peer:
         whole |= {"peer_hit_ratio": peer.hit_ratio, "peer_goodput_per_second": peer.goodput(),
-                  "peer_tokens_per_second": peer.drawn / peer.seconds}  # fmt: skip
+                  "peer_tokens_per_second": peer.drawn / peer.seconds, "peer_compiled": peer.compiled}  # fmt: skip
     rows.append(row("token", "all", lambda one: [one.seconds / max(1, one.drawn)], whole))
     idle = outcomes.get("idle")
     if idle is not None and peer is not None:

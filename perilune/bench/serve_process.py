@@ -1,17 +1,21 @@
 """A server over random weights in a process of its own, so that its clients do not share its interpreter.
 
-`python -m perilune.bench.serve_process '{"preset": "tiny", …}'` prints its addresses as one JSON line, and serves until
-its standard input is closed.
+`python -m perilune.bench.serve_process '{"preset": "tiny", …}'` prints its addresses as one JSON line, warms up, and serves
+until its standard input is closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -55,10 +59,12 @@ class Servers:
 
     def __exit__(self, *error: object) -> None:
         for server in self._running.values():
+            server.stop()  # all at once: each takes a while
+        for server in self._running.values():
             server.__exit__()
 
     def start(self, plans: Iterable[ServerPlan]) -> list[ServerProcess]:
-        """Start those that do not run, together; returns those that it started.
+        """Start those that do not run, together, and wait until all have warmed up; returns those that it started.
 
         Raises:
             CapacityError: one did not start.
@@ -77,14 +83,16 @@ class Servers:
 
 
 class ServerProcess:
-    """A running server; leaving the context ends it.
+    """A running server that has warmed up; leaving the context ends it.
 
     Attributes:
         url, admin_url: where it listens.
+        started: seconds until it listened; warmed: seconds from then on until it was ready.
     """
 
     def __init__(self, plan: ServerPlan) -> None:
         command = [sys.executable, "-m", "perilune.bench.serve_process", json.dumps(asdict(plan))]
+        began = time.monotonic()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -93,13 +101,31 @@ class ServerProcess:
             raise CapacityError("the server did not start; its messages are above")
         addresses = json.loads(line)
         self.url, self.admin_url = addresses["url"], addresses["admin_url"]
+        self.started = time.monotonic() - began
+        while not self._ready():
+            time.sleep(0.05)
+        self.warmed = time.monotonic() - began - self.started
+
+    def _ready(self) -> bool:
+        if self._process.poll() is not None:
+            self.__exit__()
+            raise CapacityError("the server ended while it was warming up; its messages are above")
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=10) as response:
+                return response.status == 200
+        except (urllib.error.URLError, TimeoutError):  # 503 among them
+            return False
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self.stop()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -138,7 +164,8 @@ def main(plan: ServerPlan) -> None:
         threading.Thread(target=until_closed, daemon=True).start()
 
     endpoint = Endpoint(port=0, admin_port=0, drain_seconds=0.0)
-    serve(engine, endpoint, limits=Limits(waiting=plan.max_waiting), on_ready=ready)
+    with contextlib.suppress(KeyboardInterrupt):  # whoever stops a bench stops its servers, too
+        serve(engine, endpoint, limits=Limits(waiting=plan.max_waiting), on_ready=ready)
     engine.close()
 
 

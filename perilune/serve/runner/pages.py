@@ -89,17 +89,17 @@ class PagePool:
         self.geometry, self.pages = geometry, pages
         self.spare = Spare(pages, pages + 1, pages + 2)
         try:
-            whole_PR = torch.empty(pages + len(self.spare), geometry.page_bytes, dtype=torch.uint8, device=device)
+            all_PR = torch.empty(pages + len(self.spare), geometry.page_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise CapacityError(
                 f"no room on {device} for a cache of {pages} pages of {geometry.page_bytes} bytes; give it less memory "
                 f"({error})"
             ) from None
-        self.bytes_PR = whole_PR[:pages]
-        whole_PR[pages:] = 0
+        self.bytes_PR, self._all_PR = all_PR[:pages], all_PR
+        all_PR[pages:] = 0
         self._host = HostMemory(geometry.page_bytes, pinned=device.type == "cuda")
         self._copies: torch.cuda.Stream | None = None  # to the pool, beside what runs
-        rows = whole_PR.view(len(whole_PR), geometry.attention_layers, geometry.row_bytes)
+        rows = all_PR.view(len(all_PR), geometry.attention_layers, geometry.row_bytes)
         self._rows = rows
         attention = [kind for kind in cfg.layer_mixers if kind in ("mla", "softmax")]
         self._caches = [self._cache(rows, row, cfg, kind, dtype) for row, kind in enumerate(attention)]
@@ -138,17 +138,17 @@ class PagePool:
                     size = tokens * self.geometry.token_bytes
                     self._rows[target, :, :size] = self._rows[source, :, :size]
                 case ZeroState(targets):
-                    self.bytes_PR[self._index(targets)] = 0
+                    self._all_PR[self._index(targets)] = 0
                 case RestoreState(sources, targets):
                     self.copy(sources, targets)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages."""
         if self.bytes_PR.is_cuda:  # one launch each way
-            self.bytes_PR[self._index(targets)] = self.bytes_PR[self._index(sources)]
+            self._all_PR[self._index(targets)] = self._all_PR[self._index(sources)]
             return
         for source, target in zip(sources, targets, strict=True):
-            self.bytes_PR[target].copy_(self.bytes_PR[source])
+            self._all_PR[target].copy_(self._all_PR[source])
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return to_device(list(pages), self.bytes_PR.device)
