@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from perilune.ops.choice import forced
 KEPT = 256  # forms; the oldest is dropped
 ALIGNMENT = 15  # bits of an address that must be 0, where kernels copy 16 bytes at a time
 
-Known = Callable[..., tuple[Tensor, Tensor | None]]
+Known = Callable[..., tuple[Any, ...]]
 _known: dict[Hashable, Known | None] = {}
 
 
@@ -47,7 +48,8 @@ def key_of(
 
 
 def find(key: Hashable) -> Known | None:
-    """How to run a call with this key: given q, k, v, g, beta, A_log, dt_bias and the initial state; None if not in this way."""
+    """How to run a call with this key: given q, k, v, g, beta, A_log, dt_bias and the initial state, it returns o, the final state
+    and what else the caller remembered it for. None if there is no such way."""
     return _known.get(key)
 
 
