@@ -1,6 +1,6 @@
 """KDA over whole sequences on one GPU, in bfloat16: rows against flash-linear-attention, and where the time goes.
 
-    python -m perilune.bench.gpu_kda [ROWS]         # time of each kernel and peak memory of the rows whose names contain ROWS
+    python -m perilune.bench.gpu_kda [ROWS]         # where a call's time goes, and its peak memory, for rows whose names contain ROWS
 
 Both sides run in one process on the same inputs, of which there are enough sets that none is still in the L2 cache when
 its turn comes again. The peer runs with its own bounded gate on. FlashKDA cannot be installed from an index: a row's `extra`
@@ -10,7 +10,9 @@ has its recorded median, scaled by fla-core's time now over then where fla-core 
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -164,14 +166,48 @@ def kernel_times(run: Callable[[], Any], calls: int = 5) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def show_kernels(label: str, run: Callable[[], Any]) -> None:
-    """Time of each kernel and peak memory, one line."""
+BUSY_CYCLES = 20_000_000  # some 10 ms, which no calls of one row take to queue
+
+
+def queued_ms(run: Callable[[], Any], calls: int = 8) -> float:
+    """Device time of a call behind others that were queued before it: kernels and what lies between them, no host."""
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def host_us(run: Callable[[], Any], calls: int = 9) -> float:
+    """Microseconds until a call returns while the device is busy with something else."""
+    found = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY_CYCLES)
+        began = time.perf_counter()
+        run()
+        found.append(1e6 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def show_times(label: str, run: Callable[[], Any]) -> None:
+    """The kernels' sum, a queued call, the host's time, peak memory and the time of each kernel, one line."""
     times = kernel_times(run)
     parts = "  ".join(f"{name[:24]} {ms:.3f}" for name, ms in itertools.islice(times.items(), 10))
-    print(f"{label:44s} {sum(times.values()):8.3f} ms +{peak_bytes(run) / 1e9:.2f} GB  {parts}", flush=True)
+    print(
+        f"{label:38s} kernels {sum(times.values()):7.3f} ms  queued {queued_ms(run):7.3f} ms  host {host_us(run):4.0f} us  "
+        f"+{peak_bytes(run) / 1e9:.2f} GB  {parts}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
     for case in cases():
         if "".join(sys.argv[1:2]) in case.name:
-            show_kernels(case.name, case.make()[0])
+            show_times(case.name, case.make()[0])
