@@ -167,9 +167,9 @@ class CachedPrefix:
         driver = Driver(self.model, pages_of(self.model, 2 * (sizes.prefix + sizes.suffix), 8), limits)
         shape = driver.geometry
         bytes_of = (shape.page_bytes, shape.groups * shape.page_bytes)
-        return driver, Tiers(
-            driver.cache, driver.pool, HOST_BYTES, DiskTier(Path(self._folder.name), DISK_BYTES, *bytes_of)
-        )
+        tiers = Tiers(driver.cache, driver.pool, HOST_BYTES, DiskTier(Path(self._folder.name), DISK_BYTES, *bytes_of))
+        driver.pool.reserve_host(shape.pages_for(sizes.prefix) + 8 * shape.groups)  # as a server does while it warms up
+        return driver, tiers
 
     def first(self, ids: list[int]) -> None:
         """Bring back what a tier has of a prompt, and draw one token."""

@@ -78,6 +78,8 @@ def warm_up(core: EngineCore, vocabulary: int, longest: int, progress: Progress 
     runner = core.runner
     device = runner.model.device
     pieces = [*runner.preparations(longest), ("drawing", lambda: try_draws(vocabulary, device))]
+    if core.tiers is not None and runner.launches:
+        pieces += core.tiers.preparations(longest)
     memory = torch.cuda.memory_reserved(device) if runner.launches else 0
     for number, (what, run) in enumerate(pieces):
         if progress is not None:

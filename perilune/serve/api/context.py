@@ -41,6 +41,7 @@ class Context:
         created: when the server began, in Unix seconds.
         loop: runs jobs; set while the application runs.
         warming: whether the engine's warm-up is under way.
+        on_warm: called at its end, before the server is ready.
     """
 
     def __init__(self, engine: Engine, limits: Limits, access: Access) -> None:
@@ -53,6 +54,7 @@ class Context:
         self.created = int(time.time())
         self.loop: Loop | None = None
         self.warming = False
+        self.on_warm: Callable[[], None] = lambda: None
         # Rendering a prompt and building a grammar take time, and neither may keep other answers waiting.
         self._prepare = ThreadPoolExecutor(1, thread_name_prefix="perilune-prepare")
 
@@ -69,6 +71,7 @@ class Context:
     def _warm_up(self) -> None:
         try:
             self.engine.warm_up()
+            self.on_warm()
         except EngineClosed:
             pass
         except Exception:

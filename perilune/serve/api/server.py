@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -28,6 +30,10 @@ from perilune.serve.api.context import Context
 from perilune.serve.api.envelope import unavailable
 from perilune.serve.api.limits import Limits
 from perilune.serve.engine import Engine, EngineClosed
+
+# How long a thread that computes may keep the interpreter while another one wants it: the engine's thread has a step of a
+# millisecond to launch, when the one that writes answers is at work.
+SWITCH_SECONDS = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +213,13 @@ def serve_in_thread(
     return ServerHandle(_bind(engine, endpoint, limits))
 
 
+def _keep_what_is_there() -> None:
+    """Model, compilers and recordings are there for good: the garbage collector, which stops everybody, need not look at them
+    again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def serve(
     engine: Engine,
     endpoint: Endpoint | None = None,
@@ -228,12 +241,17 @@ def serve(
         EngineClosed: the engine has ended by a fault of its own. Start the server again; a disk tier is still there.
     """
     bound = _bind(engine, endpoint or Endpoint(), limits)
+    bound.context.on_warm = _keep_what_is_there
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SWITCH_SECONDS))
     try:
         if on_ready is not None:
             on_ready(url_of(bound.listener), bound.admin_url)
         bound.server.run(sockets=[bound.listener])
     finally:
         bound.close()
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
     if bound.server.force_exit:
         raise KeyboardInterrupt
     if engine.closed:

@@ -157,6 +157,11 @@ class PagePool:
         """Memory of the host for so many pages, of any contents."""
         return self._host.take(count)
 
+    def reserve_host(self, count: int) -> None:
+        """Take memory of the host for so many pages in all, where that takes time: pinning does. CapacityError: there is less."""
+        if self.bytes_PR.is_cuda:
+            self._host.reserve(count)
+
     def read_bytes(self, pages: Sequence[int]) -> list[HostPage]:
         """Copy pages to the host. From a GPU the copies are left to it, behind what it was asked for so far."""
         places = self._host.take(len(pages))

@@ -79,6 +79,12 @@ class HostMemory:
             found.append(page)
         return found
 
+    def reserve(self, count: int) -> None:
+        """Make sure that so many pages are there without growing, those that are taken included. CapacityError as in `take`."""
+        with self._lock:
+            while sum(map(len, self.blocks)) < count:
+                self._grow()
+
     def give_back(self, block: int, place: int, ready: torch.cuda.Event | None) -> None:
         """Of a page that is gone; a copy to its place may still be under way."""
         self._free.append(

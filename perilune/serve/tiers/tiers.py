@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -27,11 +28,16 @@ from perilune.serve.tiers.index import Prefix
 
 log = logging.getLogger(__name__)
 
+RESERVED_AT_ONCE = 2**28  # bytes: a tenth of a second
 Contents = tuple[Sequence[Any], Sequence[Any]]  # of the pages of a prefix, and of those of its states
 
 
 class PageAccess(Protocol):
     """Bytes of the pool's pages. What it gives as contents is its own business, but for `buffer`."""
+
+    def reserve_host(self, count: int) -> None:
+        """Have room for so many pages in all, if making it takes time."""
+        ...
 
     def host_pages(self, count: int) -> Sequence[Any]:
         """Room for the contents of so many pages; each has a method `buffer`, where they are."""
@@ -87,6 +93,23 @@ class Tiers:
         self._arrivals = 0
         self._coming: dict[bytes, list[Callable[[], None]]] = {}  # what goes on once a prefix has come back
         cache.store.on_evict = self._write_back
+
+    def preparations(self, longest: int) -> list[tuple[str, Callable[[], object]]]:
+        """Memory of the host in pieces, all of the host tier's and what a prefix of so many tokens needs on its way from a disk:
+        see `ModelRunner.preparations`."""
+        shape = self._cache.geometry
+        pages = self._host.index.limit // shape.page_bytes
+        if self._disk is not None:
+            pages += shape.pages_for(longest) + shape.groups
+        at_once = max(1, RESERVED_AT_ONCE // shape.page_bytes)
+        counts = [*range(at_once, pages, at_once), pages]
+        return [("memory of the host", partial(self._reserve, count)) for count in counts]
+
+    def _reserve(self, count: int) -> None:
+        try:
+            self._pages.reserve_host(count)
+        except CapacityError as error:
+            self._refuse(error)
 
     def _write_back(self, node: Node) -> None:
         """The states of a prefix are about to be evicted; its pages are still what they were."""
