@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -147,6 +148,8 @@ def main(plan: ServerPlan) -> None:
     from perilune.serve.settings import EngineSettings
     from perilune.tokenizer import ByteTokenizer
 
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    logging.getLogger("perilune.serve.warm_up").setLevel(logging.INFO)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     with torch.device(plan.device):

@@ -17,7 +17,7 @@ from perilune.serve.core import EngineCore
 from perilune.serve.request import SamplingParams
 from perilune.serve.sampling import SamplingRow, start_draw, token_logprobs
 
-TELL_EVERY = 5.0  # seconds
+TELL_EVERY = 3.0  # seconds
 
 log = logging.getLogger(__name__)
 
