@@ -81,6 +81,8 @@ class LLM:
     Args:
         model: name or folder of a run, or an engine, which is then shared and not closed here.
         device, step, context_length, settings: of a run, see `load_engine`.
+        warm_up: compile and record whatever prompts can need before this returns, so that the first ones take no longer than
+            the rest: worth it on a GPU, for measurements and for programs that answer somebody.
 
     Attributes:
         engine: answers; also usable directly, and by a server at the same time.
@@ -97,6 +99,7 @@ class LLM:
         step: int | None = None,
         context_length: int = 8192,
         settings: EngineSettings | None = None,
+        warm_up: bool = False,
     ) -> None:
         self._own = not isinstance(model, LocalEngine)
         if isinstance(model, LocalEngine):
@@ -107,6 +110,8 @@ class LLM:
             self.engine = load_engine(
                 model, device=device, step=step, context_length=context_length, settings=settings
             )  # fmt: skip
+        if warm_up:
+            self.engine.warm_up()
 
     def close(self) -> None:
         """End the engine, if it was made here."""

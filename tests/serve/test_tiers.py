@@ -16,7 +16,7 @@ from perilune.errors import CapacityError, ConfigError
 from perilune.serve.local_engine import LocalEngine
 from perilune.serve.request import SamplingParams, Service
 from perilune.serve.settings import EngineSettings
-from perilune.serve.tiers import DiskTier, memory
+from perilune.serve.tiers import DiskTier, memory, tiers
 from perilune.serve.tiers.index import Prefix, TierIndex
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -261,6 +261,26 @@ def test_places_in_the_hosts_memory(monkeypatch):
     again = host.take(8)
     assert len(host.blocks) == 2 and (kept.block, kept.place) not in {(page.block, page.place) for page in again}
     assert bytes(kept.buffer()) == bytes([2] * 10)
+
+
+def test_memory_is_taken_before_the_first_request(monkeypatch, tmp_path):
+    """In pieces between which the engine goes on: all of the host tier, and what the longest prefix needs on its way from a disk."""
+    engine, counts = make(small(disk=tmp_path)), []
+    shape = engine.core.cache.geometry
+    monkeypatch.setattr(tiers, "RESERVED_AT_ONCE", 7 * shape.page_bytes)
+    monkeypatch.setattr(engine.core.runner.pool, "reserve_host", counts.append)
+    for _, run in engine.core.tiers.preparations(130):
+        run()
+    assert counts[-1] == 2**22 // shape.page_bytes + shape.pages_for(130) + shape.groups and counts[0] == 7
+    assert all(0 < more - before <= 7 for before, more in zip(counts, counts[1:]))
+    engine.close()
+    monkeypatch.setattr(memory, "FIRST_BLOCK", 30)
+    host = memory.HostMemory(10, pinned=False)
+    kept = host.take(2)
+    host.reserve(9)
+    held = len(host.blocks)
+    host.reserve(5)
+    assert len(host.blocks) == held == 2 and len([*kept, *host.take(7)]) == 9 and len(host.blocks) == held
 
 
 def test_bytes_come_back_as_they_were():
