@@ -31,7 +31,7 @@ from perilune.serve.images import PlacedImage, ShownImages, sizes
 from perilune.serve.job import LocalJob
 from perilune.serve.overlap import pays_off
 from perilune.serve.reader import ChatReader, Reader, TextReader
-from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Service
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Service, Structured
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
 from perilune.serve.sampling import SamplingRow
 from perilune.serve.schedule import Scheduler
@@ -125,6 +125,8 @@ class LocalEngine:
         """
         if self.settings.warm_up == "lazy":
             return 0.0
+        with contextlib.suppress(RequestError):  # without the extra there are no grammars
+            structured.text_mask(self.tokenizer, Structured("choice", ["a"])).start().mask()
         seconds = warm_up(self.core, self.tokenizer.vocab_size, self.context_length, progress)
         self.first_uses.begin()
         return seconds

@@ -13,6 +13,7 @@ from tiny_model import tiny_engine, uncached
 
 from perilune.errors import ConfigError
 from perilune.ops import first_use
+from perilune.serve import structured
 from perilune.serve.engine import EngineClosed
 from perilune.serve.llm import LLM
 from perilune.serve.request import SamplingParams
@@ -153,4 +154,17 @@ def test_offline_by_option(monkeypatch):
     assert not asked
     LLM(engine, warm_up=True)
     assert asked == [1]
+    engine.close()
+
+
+def test_a_grammar_is_read_before_the_first_request_needs_one(monkeypatch):
+    """The table of all tokens' bytes that grammars share."""
+    from perilune.tokenizer.xtml import grammar_mask
+
+    pytest.importorskip("llguidance")
+    grammar_mask._ll_tokenizer.cache_clear()
+    structured._text_mask.cache_clear()
+    engine = tiny_engine()
+    engine.warm_up()
+    assert grammar_mask._ll_tokenizer.cache_info().currsize == 1
     engine.close()
