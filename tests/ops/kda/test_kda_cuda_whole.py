@@ -84,3 +84,26 @@ def test_a_cotangent_may_lie_anywhere() -> None:
     aligned = outcome(x, wide[..., 3:131].contiguous())
     shifted = outcome(x, wide[..., 3:131])
     assert all(torch.equal(aligned[name], shifted[name]) for name in aligned)
+
+
+def test_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in three segments, with states that enter and leave, and one in one piece."""
+    monkeypatch.setattr(forward, "fastest", lambda *_: (1, 128))
+    x = inputs(170, -12.0)  # an open gate, so that much passes from one segment to the next
+    generator = torch.Generator().manual_seed(2)
+    x["initial_state"] = torch.randn(2, 2, 128, 128, generator=generator)
+    cotangents = [torch.randn(*shape, generator=generator) for shape in (x["v"].shape, x["initial_state"].shape)]
+    found = []
+    for low in (True, False):
+        leaves = {name: (t if low else t.double()).clone().requires_grad_() for name, t in x.items()}
+        with emulated():
+            if low:
+                o, state = autograd.kda_gpu(check(**leaves, **OPTIONS | {"cu_seqlens": (0, 150, 170)}))
+            else:
+                o, state = recurrent_kda_reference(**leaves, **OPTIONS, cu_seqlens=torch.tensor([0, 150, 170]))
+            assert state is not None
+            given = [c.bfloat16().to(y.dtype) for c, y in zip(cotangents, (o, state), strict=True)]
+            found.append([o.detach(), state.detach(), *torch.autograd.grad([o, state], list(leaves.values()), given)])
+    limits = {"A_log": 1.5e-1, "dt_bias": 1.5e-1}
+    for name, got, truth in zip(["o", "state", *x], *found, strict=True):
+        assert float(relative_error(got, truth)) <= limits.get(name, 2e-2), name

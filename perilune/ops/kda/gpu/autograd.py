@@ -91,7 +91,7 @@ def _run(
         A_log = dt_bias = None
     if form.keep:
         return _FormFunction.apply(q, k, v, g, beta, A_log, dt_bias, state, form)
-    o, final, _, _ = form.forward(q, k, v, g, beta, A_log, dt_bias, state)
+    o, final, _ = form.forward(q, k, v, g, beta, A_log, dt_bias, state)
     return o, final
 
 
@@ -101,8 +101,8 @@ class _FormFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None, form: Form,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        o, final, buffer, M = form.forward(q, k, v, g, beta, A_log, dt_bias, state)
-        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, buffer, M)
+        o, final, buffer = form.forward(q, k, v, g, beta, A_log, dt_bias, state)
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, buffer)
         ctx.form = form
         ctx.set_materialize_grads(
             False
@@ -112,7 +112,7 @@ class _FormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, A_log, dt_bias, buffer, M = ctx.saved_tensors
+        q, k, v, g, beta, A_log, dt_bias, buffer = ctx.saved_tensors
         form: Form = ctx.form
         if do is None:
             do = v.new_zeros(form.o_shape)
@@ -127,7 +127,7 @@ class _FormFunction(torch.autograd.Function):
             if found is None:
                 found = form.backwards[key] = BackwardForm(form, tensors, A_log, dt_bias, d_final, wants_state)
             q, k, v, g, beta, do = tensors
-            return *found(q, k, v, g, beta, A_log, dt_bias, buffer, M, do, d_final), None
+            return *found(q, k, v, g, beta, A_log, dt_bias, buffer, do, d_final), None
 
 
 def _key(tensors: tuple[Tensor, ...], d_final: Tensor | None, wants_state: bool) -> Hashable:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from perilune.ops.kda.cuda import backward as cuda_backward
+from perilune.ops.kda.cuda import fold as cuda_fold
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
-from perilune.ops.kda.gpu.fold import fold
-from perilune.ops.kda.gpu.forms import Form
+from perilune.ops.kda.gpu.forms import Form, Parts, unit_strides
 from perilune.ops.kda.gpu.forward import flat, state_strides
 from perilune.ops.kda.gpu.known import ALIGNMENT
 
@@ -40,36 +40,39 @@ class BackwardForm:
         if self._state_shape is not None:
             entering = state_strides(torch.empty(self._state_shape, device="meta"), s.state_v_first)
         leaving = NONE if d_final is None else state_strides(d_final, s.state_v_first)
-        self._leaving = leaving
-        self._summary = None
+        self._leave = None
         if p.split:
-            self._summary = cuda_scan_backward.laid_out(do, key_dim, p, True, leaving, False, NONE)
-            leaving = (heads * value_dim * key_dim, value_dim * key_dim, key_dim, 1)
+            summary = cuda_scan_backward.laid_out(do, key_dim, p, True, leaving, False, NONE)
+            self._leave = summary, cuda_fold.laid_out(do.device, heads, value_dim, key_dim, p, leaving, True)
+            leaving = unit_strides(heads, value_dim, key_dim)
         self._scan = cuda_scan_backward.laid_out(do, key_dim, p, False, leaving, p.split, entering)
         self._parallel = cuda_backward.laid_out(
             q, k, v, g, beta, A_log, dt_bias, do, p.chunk_count, scale=s.scale, lower_bound=s.lower_bound,
             beta_scale=s.beta_scale, l2=s.l2_norm, sigmoid=s.beta_sigmoid,
         )  # fmt: skip
-        self._N_shape = (p.unit_count, heads, value_dim, key_dim)
-        self._states = p.chunk_count * heads * value_dim * key_dim
+        inside = heads * value_dim * key_dim
+        effects = 4 * p.unit_count * inside if p.split else 0
+        self._parts = Parts(2 * p.chunk_count * inside, effects, effects)
         self._grouped_shape = (q.shape[0], heads, key_dim)
         self._dA_shape, self._bias_shape = (p.chunk_count, heads), (p.chunk_count, heads * key_dim)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-        buffer: Tensor, M: Tensor | None, do: Tensor, d_final: Tensor | None,
+        buffer: Tensor, do: Tensor, d_final: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """Queue the pass: gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, those absent None."""
         form = self._form
         p, device = form.plan, form.device
-        *x, U, S = form.parts.within(buffer)
-        leaving = d_final
-        if self._summary is not None:
-            assert M is not None, "segments have effects"
-            N, leaving = (torch.empty(self._N_shape, dtype=torch.float32, device=device) for _ in range(2))
-            self._summary(do, *x, p.units, d_final, N, None, None)
-            fold(M, N, d_final, self._leaving, p, leaving, reverse=True)
-        dv, dS = v.new_empty(v.shape), v.new_empty(self._states)
+        *x, U, S, M = form.parts.within(buffer)
+        between = v.new_empty(self._parts.bytes // 2)
+        dS, N, out = self._parts.within(between)
+        leaving: Tensor | int | None = d_final
+        if self._leave is not None:
+            summary, fold = self._leave
+            summary(do, *x, p.units, d_final, N, None, None)
+            fold(M, N, d_final, p.sequences, out)
+            leaving = out
+        dv = v.new_empty(v.shape)
         d_state = None
         if self._state_shape is not None:
             d_state = torch.empty(self._state_shape, dtype=torch.float32, device=device)

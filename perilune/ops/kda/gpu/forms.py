@@ -17,11 +17,11 @@ from torch import Tensor
 
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.cuda import backward as cuda_backward
+from perilune.ops.kda.cuda import fold as cuda_fold
 from perilune.ops.kda.cuda import prepare as cuda_prepare
 from perilune.ops.kda.cuda import scan as cuda_scan
 from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.cuda import summary as cuda_summary
-from perilune.ops.kda.gpu.fold import fold
 from perilune.ops.kda.gpu.forward import Setting, flat, planned, state_strides
 from perilune.ops.kda.gpu.known import ALIGNMENT
 from perilune.ops.kda.gpu.plan import CHUNK, keep_if_recorded
@@ -45,6 +45,11 @@ class Parts:
         return [base + begin for begin in self.begins]
 
 
+def unit_strides(heads: int, value_dim: int, key_dim: int) -> tuple[int, int, int, int]:
+    """Of `[units, heads, V, K]`, by (unit, head, V, K)."""
+    return heads * value_dim * key_dim, value_dim * key_dim, key_dim, 1
+
+
 class Form:
     """The forward pass of one form, and what the backward pass of it needs to know.
 
@@ -63,31 +68,32 @@ class Form:
         self.device, self.index, self.o_shape = q.device, q.get_device(), args.v.shape
         tiles = p.chunk_count * heads
         wide, square = 2 * tiles * CHUNK * key_dim, 2 * tiles * CHUNK * CHUNK
-        kept = (2 * tiles * CHUNK * value_dim, 2 * tiles * value_dim * key_dim) if keep else ()  # U, S
-        self.parts = Parts(wide, wide, wide, square, square, 4 * tiles * key_dim, 4 * tiles * CHUNK, *kept)
+        kept = (2 * tiles * CHUNK * value_dim, 2 * tiles * value_dim * key_dim) if keep else (0, 0)  # U, S
+        effects = 4 * p.unit_count * heads * key_dim if p.split else 0
+        self.parts = Parts(
+            wide, wide, wide, square, square, 4 * tiles * key_dim, 4 * tiles * CHUNK, *kept, effects * key_dim
+        )
+        self.entry = Parts(effects * value_dim, effects * value_dim)
         inner = (value_dim, key_dim) if s.state_v_first else (key_dim, value_dim)
         self.final_shape = (args.sequences, heads, *inner) if s.final else None
         final_strides = (0, 0, 0, 0)
         if self.final_shape is not None:
             final_strides = state_strides(torch.empty(self.final_shape, device="meta"), s.state_v_first)
         strides = (0, 0, 0, 0) if args.initial_state is None else state_strides(args.initial_state, s.state_v_first)
-        self._strides = strides
         self.backwards: dict[Hashable, Any] = {}  # by how their cotangents lie: `form_backward.BackwardForm`
         self._prepare = cuda_prepare.laid_out(q, k, g, beta, p.chunk_count, s, whole=False)
-        self._summary = None
+        self._enter = None
         if p.split:
-            self._summary = cuda_summary.laid_out(v, key_dim, p, strides)
-            inside = value_dim * key_dim
-            strides = (heads * inside, inside, key_dim, 1)
+            summary = cuda_summary.laid_out(v, key_dim, p, strides)
+            self._enter = summary, cuda_fold.laid_out(v.device, heads, value_dim, key_dim, p, strides, False)
+            strides = unit_strides(heads, value_dim, key_dim)
         self._scan = cuda_scan.laid_out(v, key_dim, p, keep, strides, final_strides)
-        self._M_shape = (p.unit_count, heads, key_dim, key_dim)
-        self._N_shape = (p.unit_count, heads, value_dim, key_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
         state: Tensor | None, slots: Tensor | None = None, exported: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-        """Queue the pass: o, the final state or None, the buffer that the kernels share, M of segments or None.
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """Queue the pass: o, the final state or None, and the buffer that the kernels share.
 
         Tensors as given to `chunk_kda`; slots and exported: see `states.Exports`.
         """
@@ -99,23 +105,21 @@ class Form:
             p.filling.wait()
         keep_if_recorded(p)
         buffer = q.new_empty(self.parts.bytes // 2)
-        x = self.parts.within(buffer)
-        self._prepare(q, k, g, beta, A_log, dt_bias, p.chunks, *x[:7])
-        M = None
-        if self._summary is not None:
-            M, N, entry = (
-                torch.empty(shape, dtype=torch.float32, device=self.device)
-                for shape in (self._M_shape, self._N_shape, self._N_shape)
-            )
-            self._summary(v, x[1], x[2], x[4], x[5], x[6], p.units, state, M, N)
-            fold(M, N, state, self._strides, p, entry, reverse=False)
-            state = entry
+        *x, U, S, M = self.parts.within(buffer)
+        self._prepare(q, k, g, beta, A_log, dt_bias, p.chunks, *x)
+        enters: Tensor | int | None = state
+        between = None  # to be kept until the scan is queued
+        if self._enter is not None:
+            between = q.new_empty(self.entry.bytes // 2)
+            N, enters = self.entry.within(between)
+            summary, fold = self._enter
+            summary(v, x[1], x[2], x[4], x[5], x[6], p.units, state, M, N)
+            fold(M, N, state, p.sequences, enters)
         o, final = q.new_empty(self.o_shape), None
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=torch.float32, device=self.device)
-        U, S = x[7:] if self.keep else (None, None)
-        self._scan(v, *x[:7], p.units, state, final, o, U, S, slots, exported)
-        return o, final, buffer, M
+        self._scan(v, *x, p.units, enters, final, o, U, S, slots, exported)  # without `keep` it writes no U and S
+        return o, final, buffer
 
 
 def lay_out(args: Arguments, keep: bool) -> Form | None:
@@ -136,6 +140,8 @@ def lay_out(args: Arguments, keep: bool) -> Form | None:
     q, k, v, g, beta = flats
     s = Setting.of(args, keep)
     if cuda_scan.unsuitable(v, args.key_dim, torch.bfloat16, q.dtype) or cuda_prepare.unsuitable(q, k, g, beta, s):
+        return None
+    if any(cuda_fold.unsuitable(args.key_dim, args.value_dim, v.device, reverse) for reverse in {False, keep}):
         return None
     if keep:
         forms = {"gate": s.gate, "bounded": s.bounded, "l2": s.l2_norm, "sigmoid": s.beta_sigmoid}

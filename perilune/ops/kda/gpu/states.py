@@ -56,7 +56,7 @@ def kda_gpu_planned(args: Arguments, slots: Tensor, count: int) -> tuple[Tensor,
     given = (args.q, args.k, args.v, args.g, args.beta, args.A_log, args.dt_bias, args.initial_state)
     form = None if args.plan is not None else _form(args, given)
     if form is not None:
-        o, final, _, _ = form(*given, *exports)
+        o, final, _ = form(*given, *exports)
     else:
         A_log, dt_bias = (None if t is None else t.contiguous() for t in (args.A_log, args.dt_bias))
         with torch.cuda.device_of(args.q):
