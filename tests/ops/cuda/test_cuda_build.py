@@ -29,6 +29,7 @@ SIZES = {
     "latent": 64,
     "second": 64,
     "shared": 64,
+    "sharers": 2,
     "units": 2,
     "rows": 2,
 }  # others: 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.mla.cuda import merge
+from perilune.ops.mla.cuda import columns, merge
 
 LATENT = 512  # channels that the kernel is written for
 EXTRAS = (0, 64)  # shared channels
@@ -39,7 +39,11 @@ def why_not(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
         return f"the CUDA kernel reads bfloat16, not {str(dtype).removeprefix('torch.')}"
     if width != LATENT:
         return f"the CUDA kernel is written for latents of {LATENT} channels, not {width}"
-    return kernel(EXTRAS[-1]).unavailable_reason(device) or merge.kernel().unavailable_reason(device)
+    return (
+        kernel(EXTRAS[-1]).unavailable_reason(device)
+        or columns.kernel(EXTRAS[-1], 2).unavailable_reason(device)
+        or merge.kernel().unavailable_reason(device)
+    )
 
 
 def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, scale: float) -> str | None:
@@ -55,6 +59,16 @@ def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor
     return kernel(extra).unavailable_reason(latent_BSL.device)
 
 
+def by_columns(count: int) -> bool:
+    """Whether `count` rows of a sequence are better the columns of the products, 48 a block, than their rows, 64 a block."""
+    return -(-count // columns.COLUMNS) * columns.COLUMNS < -(-count // ROWS) * ROWS
+
+
+def tiles(count: int) -> int:
+    """Blocks for `count` rows of a sequence."""
+    return -(-count // (columns.COLUMNS if by_columns(count) else ROWS))
+
+
 def attend(
     query_BQL: Tensor, query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, factor: float, length_B: Tensor | None,
     table_BP: Tensor | None, out_BQL: Tensor, sums: Tensor, logs: Tensor,
@@ -65,8 +79,12 @@ def attend(
     """
     batch, tokens, heads, extra = query_shared_BTHr.shape
     cached = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
+    if by_columns(tokens * heads):
+        return columns.attend(
+            query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, factor, length_B, table_BP, out_BQL, sums, logs
+        )
     kernel(extra).launch(
-        (-(-tokens * heads // ROWS), logs.shape[0]),
+        (tiles(tokens * heads), logs.shape[0]),
         query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, out_BQL, sums, logs,
         *query_shared_BTHr.stride()[:3], *latent_BSL.stride()[:2], *shared_BSr.stride()[:2],
         0 if table_BP is None else table_BP.stride(0), latent_BSL.shape[1] // KEYS, cached, batch, tokens, heads, factor,
