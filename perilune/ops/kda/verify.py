@@ -7,7 +7,8 @@ of one window, whatever the number of drafts, and nothing has to be undone.
 
     state(after m accepted of pending)  = m decode steps;    outputs(new) = T decode steps on a copy
 
-The Triton form reads a state once and writes it once.
+The kernels read a state once and write it once. The CUDA kernel lets the state meet all tokens at once; for what it does not
+take there is Triton's, which works through them one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import Choice
-from perilune.ops.kda.decode import kda_decode_step, readable
+from perilune.ops.kda.cuda import verify as cuda
+from perilune.ops.kda.decode import kda_decode_step
+from perilune.ops.kda.decode import readable as readable_step
 from perilune.ops.kda.decode import select as select_decode
 from perilune.ops.triton.available import obstacle as triton_obstacle
 
@@ -45,7 +48,9 @@ class Projections(NamedTuple):
 def select(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say which implementation `kda_verify_step` runs for activations of `dtype` on `device`, and why."""
     choice = select_decode(device, dtype)
-    if choice.implementation in ("cuda", "triton") and triton_obstacle(torch.device(device), dtype) is None:
+    if choice.implementation == "cuda":
+        return Choice("cuda", "both windows in one launch, the state meets all tokens at once")
+    if choice.implementation == "triton" and triton_obstacle(torch.device(device), dtype) is None:
         return Choice("triton", "both windows in one launch, the state read and written once")
     return Choice("torch", f"a decode step a token ({choice.implementation}: {choice.reason})")
 
@@ -84,8 +89,8 @@ def kda_verify_step(
         `[B, T, H * V]` in the dtype of the projections.
 
     Raises:
-        ConfigError: shapes do not fit, or a count or a slot is out of range (the Triton form gives NaN for such a row
-            and leaves its state alone).
+        ConfigError: shapes do not fit, or a count or a slot is out of range (the kernels give NaN for such a row
+            and leave its state alone).
     """
     batch, length, channels = new.qkv_BTX.shape
     value_dim = norm_weight_V.shape[0]
@@ -113,8 +118,17 @@ def kda_verify_step(
         )
     weights = (conv_weight_XW, A_log_H, dt_bias, norm_weight_V)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
-    implementation = select(new.qkv_BTX.device, new.qkv_BTX.dtype).implementation
-    if implementation == "triton" and _readable(new, gate_BTHV, pending, weights, window_BXW1, state_BHVK):
+    device, dtype = new.qkv_BTX.device, new.qkv_BTX.dtype
+    implementation = select(device, dtype).implementation
+    readable = implementation in ("cuda", "triton") and _readable(
+        new, gate_BTHV, pending, weights, window_BXW1, state_BHVK
+    )
+    in_cuda = implementation == "cuda" and readable
+    if in_cuda and cuda.unsuitable(new, gate_BTHV, pending, window_BXW1, state_BHVK, taps) is None:
+        return cuda.verify_step(
+            new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers
+        )
+    if readable and triton_obstacle(device, dtype) is None:
         from perilune.ops.kda.triton_verify import verify_step
 
         return verify_step(new, gate_BTHV, pending, accepted_B, *weights, window_BXW1, state_BHVK, index_B, *numbers)
@@ -162,6 +176,8 @@ def _readable(new: Projections, gate: Tensor, pending: Projections | None, weigh
         if part.qkv_BTX.shape[1] == 0 or len({x.dtype for x in part} | {gate.dtype}) > 1:
             return False
         (qkv, decay_logit, beta_logit), opened = part.token(0), gate[:, 0]
-        if not readable(qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, opened, norm_weight, state):
+        if not readable_step(
+            qkv, conv_weight, window, decay_logit, A_log, dt_bias, beta_logit, opened, norm_weight, state
+        ):
             return False
     return True

@@ -19,54 +19,25 @@
 // (64-bit slots), BY_HEAD (a window holds the channels of one head after the other's, not q of all heads first), RANK (0, or a
 // multiple of 32: decay_logit is [rows, RANK], and its product with decay_up [heads K, RANK] the logits, rounded to bfloat16; the
 // same bits as by few_rows/cuda/project.cu).
-#include "device.h"
+#include "decode_gates.h"
+#include "decode_sums.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
+#ifndef EARLY_STATES
+#define EARLY_STATES 2
+#endif
 constexpr int ACROSS = K / 4;               // lanes of a row
 constexpr int SIDE = 32 / ACROSS;           // rows that a warp holds side by side
 constexpr int M = V / WARPS / SIDE;         // rows of a lane
 constexpr int R = M / GROUPS;               // of which so many arrive together
 constexpr int SPREAD = ACROSS / (2 * R);    // lanes that end with one and the same sum
 constexpr int CHANNELS = 2 * K + V;         // of a head, behind the convolution
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 #if LONG
 typedef i64 slot_type;
 #else
 typedef int slot_type;
 #endif
-
-DEVICE float sigmoid(float x) { return reciprocal(1.0f + exp2_fast(-LOG2E * x)); }
-
-DEVICE float warp_total(float x) {
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1) x += shuffle_xor(x, mask);
-    return x;
-}
-
-// The log-decay's exponential of one channel.
-DEVICE float decay(float z, float rate, float lower_bound) {
-    if (BOUNDED) return exp2_fast(LOG2E * lower_bound * sigmoid(rate * z));
-    const float softplus = fmaxf(z, 0.0f) + LN2 * log2_fast(1.0f + exp2_fast(-LOG2E * fabsf(z)));
-    return z == z ? exp2_fast(-LOG2E * rate * softplus) : z;  // fmaxf drops a NaN
-}
-
-// Sums over a row's lanes of COUNT numbers each; the lane's number `lane of the row / SPREAD` comes back in x[0]. A
-// recursion, since of a loop the compiler would keep x in memory.
-template <int HALF, int MASK, int COUNT> DEVICE void fold(float (&x)[COUNT], int lane) {
-    if constexpr (HALF > 0) {
-        const bool upper = lane & MASK;
-#pragma unroll
-        for (int i = 0; i < HALF; i++) {
-            const float keep = upper ? x[i + HALF] : x[i], give = upper ? x[i] : x[i + HALF];
-            x[i] = keep + shuffle_xor(give, MASK);
-        }
-        fold<HALF / 2, MASK / 2>(x, lane);
-    } else if constexpr (MASK > 0) {
-        x[0] += shuffle_xor(x[0], MASK);
-        fold<0, MASK / 2>(x, lane);
-    }
-}
 
 struct Shared {
     float state[STAGES][V * K];
@@ -186,9 +157,19 @@ KERNEL(THREADS, 1) decode(
     };
 
     let_next_start();
-    // Parameters of the first pair come into the cache meanwhile.
+    // Parameters of the first pair and the first states come into the L2 cache meanwhile: the kernel before leaves memory idle as
+    // it ends. What it still writes there, or to the index, does not matter: nothing is read yet that is computed on.
     for (int c = thread; c < CHANNELS; c += THREADS)
         if (c % 8 == 0) prefetch(conv_weight + channel_of(c, blockIdx.x % heads) * TAPS);
+#pragma unroll
+    for (int s = 0; s < EARLY_STATES; s++) {
+        const int program = blockIdx.x + s * gridDim.x, row = program / heads;
+        if (program >= programs) break;
+        const i64 slot = INDEXED ? (i64)*(const volatile slot_type*)(index + row) : (i64)row;  // not out of, nor into, the L1 cache
+        if (slot < 0 || slot >= slots) continue;
+        const float* from = state + slot * state_slot + program % heads * state_head;
+        for (int line = thread; line < V * K / 32; line += THREADS) prefetch(from + 32 * line);
+    }
     if (RANK && warp < TILES) prefetch(decay_up + (i64)(blockIdx.x % heads * K + 16 * warp + lane / 2) * RANK + lane % 2 * (RANK / 2));
     wait_for_earlier();
     int program = blockIdx.x, stage = 0;

@@ -1,0 +1,122 @@
+"""The CUDA verify kernel, emulated on the CPU, against decode steps in float64: counts, gates, sizes, pools, guard bands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_kda_verify import by_plain_decoding, make_case, relative_error
+from torch import Tensor
+
+from perilune.ops.choice import force
+from perilune.ops.cuda import emulated, emulator
+from perilune.ops.kda.cuda import verify as cuda
+from perilune.ops.kda.verify import Projections, kda_verify_step, select
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+
+GUARD = 64
+HALVES = ("new", "gate", "pending", "window")
+
+
+def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy amid NaN, and the memory around it."""
+    around = torch.full((x.numel() + 2 * GUARD,), torch.nan, dtype=x.dtype)
+    inside = around[GUARD:-GUARD].view(x.shape)
+    inside.copy_(x)
+    return inside, around
+
+
+def half(case: dict) -> dict:
+    """Activations in bfloat16, as the kernel takes them."""
+    return {
+        n: Projections(*(p.bfloat16() for p in x)) if isinstance(x, Projections) else x.bfloat16() if n in HALVES else x
+        for n, x in case.items()
+    }
+
+
+def run(
+    case: dict, counts: Tensor | None, index: Tensor | None = None, backwards: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, states and windows of the CUDA form; the case stays as it is."""
+    state, beside = guarded(case["state"])
+    window, beside_window = guarded(case["window"])
+    with force("cuda"), emulated(backwards):
+        assert select("cpu", torch.bfloat16).implementation == "cuda"
+        reason = cuda.unsuitable(
+            case["new"], case["gate"], case["pending"], window, state, case["conv_weight"].shape[1]
+        )
+        assert reason is None, reason
+        o = kda_verify_step(
+            case["new"], case["gate"], None if counts is None else case["pending"], counts, case["conv_weight"], window,
+            case["A_log"], case["dt_bias"], case["norm_weight"], state, **case["numbers"], index_B=index,
+        )  # fmt: skip
+    for around in (beside, beside_window):
+        assert around[:GUARD].isnan().all() and around[-GUARD:].isnan().all()
+    return o, state, window
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lower_bound"),
+    [((128, 128, 4), -5.0), ((64, 64, 4), None), ((128, 64, 3), -5.0), ((64, 128, 2), -5.0)],
+    ids=str,
+)
+def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bound: float | None) -> None:
+    key_dim, value_dim, taps = sizes
+    counts = torch.arange(9) if key_dim == value_dim == 64 else torch.tensor([8, 3])
+    case = half(make_case(
+        batch=len(counts), heads=2, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=8, length=9, lower_bound=lower_bound
+    ))  # fmt: skip
+    truth = by_plain_decoding(case, counts)
+    got = run(case, counts)
+    assert relative_error(got[0], truth[0]) < 3e-3  # outputs are rounded to bfloat16
+    assert relative_error(got[1], truth[1]) < 2e-7
+    assert torch.equal(got[2].double(), truth[2])
+    assert all(torch.equal(x, y) for x, y in zip(run(case, counts, backwards=True), got, strict=True))
+
+
+def test_short_windows_and_none_pending() -> None:
+    case = half(make_case(batch=2, heads=1, key_dim=64, value_dim=64, taps=4, pending=3, length=2))
+    counts = torch.tensor([3, 1], dtype=torch.int32)
+    for given in (counts, None):
+        truth, got = by_plain_decoding(case, given), run(case, given)
+        assert relative_error(got[0], truth[0]) < 3e-3 and relative_error(got[1], truth[1]) < 2e-7
+    assert torch.equal(got[1], case["state"]), "nothing is pending, nothing is written"
+
+
+def test_pools_padding_and_numbers_out_of_range() -> None:
+    case = half(make_case(batch=5, heads=2, key_dim=64, value_dim=64, taps=4, pending=4, length=3, slots=7))
+    index, counts = (
+        torch.tensor([6, -1, 7, 2, 0]),
+        torch.tensor([4, 1, 2, 5, 0]),
+    )  # row 2: no such slot; row 3: too many
+    truth = by_plain_decoding(case, torch.tensor([4, 0, 0, 0, 0]), index=torch.tensor([6, -1, -1, -1, 0]))
+    got = run(case, counts, index)
+    assert (got[0][1] == 0).all() and got[0][2:4].isnan().all()
+    assert relative_error(got[0][[0, 4]], truth[0][[0, 4]]) < 3e-3
+    assert relative_error(got[1], truth[1]) < 2e-7 and torch.equal(got[2].double(), truth[2])
+
+
+@pytest.mark.parametrize("logit", [-200.0, 200.0])
+def test_long_decays_keep_their_last_digits(logit: float) -> None:
+    """A decay of exp(-5) for each of 17 tokens leaves 1e-37: products of decays, taken step by step, do not care."""
+    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=8, length=9))
+    for part in (case["new"], case["pending"]):
+        part.decay_logit_BTHK[..., ::2] = logit
+    counts = torch.tensor([8])
+    truth, got = by_plain_decoding(case, counts), run(case, counts)
+    assert relative_error(got[0], truth[0]) < 3e-3 and relative_error(got[1], truth[1]) < 2e-7
+
+
+def test_what_the_kernel_does_not_take_is_said() -> None:
+    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=9, length=10))
+    new, gate, window, state = (case[n] for n in ("new", "gate", "window", "state"))
+    few = Projections(*(x[:, :8] for x in case["pending"]))
+    with emulated():
+        assert "9 tokens at most" in str(cuda.unsuitable(new, gate, None, window, state, 4))
+        assert "folds 8" in str(cuda.unsuitable(few, gate, case["pending"], window, state, 4))
+        assert "64 or 128" in str(cuda.unsuitable(few, gate, few, window, state[..., :32], 4))
+        assert "two taps" in str(cuda.unsuitable(few, gate, few, window, state, 1))
+        assert "not float32" in str(cuda.unsuitable(few, gate.float(), few, window, state, 4))
+        odd = few._replace(decay_logit_BTHK=torch.zeros(1, 8, 65).bfloat16()[..., 1:].unflatten(-1, (1, 64)))
+        assert "even numbers" in str(cuda.unsuitable(odd, gate, few, window, state, 4))
+        assert cuda.unsuitable(few, gate, few, window, state, 4) is None
