@@ -87,6 +87,14 @@ class ShownImages:
         return images
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Show the tower a small empty picture, which is not kept, so that no request waits for a compiler."""
+        from PIL import Image
+
+        picture = self.processor.process(Image.new("RGB", (64, 64)))
+        self._model.image_rows(self._batch(picture))
+
+    @torch.inference_mode()
     def placed(self, rendered: Rendered, images: Sequence[ProcessedImage]) -> list[PlacedImage]:
         """The images at their places in a prompt; runs the tower on those that are new."""
         return [
@@ -100,13 +108,15 @@ class ShownImages:
             if name in self._rows:
                 self._rows.move_to_end(name)
                 return self._rows[name]
-        batch = ImageBatch.collate([image], torch.arange(image.tokens)).to(self._model.device)
-        rows = self._model.image_rows(batch)
+        rows = self._model.image_rows(self._batch(image))
         with self._lock:
             self._rows[name] = rows
             while len(self._rows) > _KEPT:
                 self._rows.popitem(last=False)
         return rows
+
+    def _batch(self, image: ProcessedImage) -> ImageBatch:
+        return ImageBatch.collate([image], torch.arange(image.tokens)).to(self._model.device)
 
 
 def rows_between(images: Sequence[PlacedImage], start: int, end: int) -> ImageRows | None:

@@ -127,6 +127,9 @@ class LocalEngine:
             return 0.0
         with contextlib.suppress(RequestError):  # without the extra there are no grammars
             structured.text_mask(self.tokenizer, Structured("choice", ["a"])).start().mask()
+        if self.images is not None and self.core.runner.launches:
+            with contextlib.suppress(ImportError):  # nor pictures
+                self.images.warm_up()
         seconds = warm_up(self.core, self.tokenizer.vocab_size, self.context_length, progress)
         self.first_uses.begin()
         return seconds

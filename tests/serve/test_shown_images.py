@@ -150,3 +150,12 @@ def test_a_model_without_a_tower_takes_text_only():
     blind = LocalEngine(model, TOKENIZER, name="blind")
     with pytest.raises(FieldError, match="blind has no vision tower"):
         blind.chat(asked(picture(0)), GREEDY)
+
+
+def test_the_tower_can_be_warmed_up(model):
+    """With a picture that nobody has shown, and of which nothing is kept."""
+    images, seen = ShownImages(model, image_processor(CONFIG)), []
+    hook = model.vision_tower.register_forward_hook(lambda *_: seen.append(1))
+    images.warm_up()
+    hook.remove()
+    assert seen == [1] and not images._rows
