@@ -206,9 +206,13 @@ def _runs(name: str, plan: ServerPlan) -> dict[str, tuple[ServerPlan, str]]:
 
 def _start(servers: Servers, names: Sequence[str], load: LoadPlan, plan: ServerPlan) -> None:
     """Start the servers of these scenarios, and let each answer a few requests."""
-    for server in servers.start(one for name in names for one, _ in _runs(name, plan).values()):
-        warm = LoadPlan(requests=WARM_UP, rate=load.rate, concurrency=8, seed=load.seed + 1)
-        asyncio.run(drive(server.url, "mix", warm, admin_url=server.admin_url))
+    warm = LoadPlan(requests=WARM_UP, rate=load.rate, concurrency=8, seed=load.seed + 1)
+    started = servers.start(one for name in names for one, _ in _runs(name, plan).values())
+
+    async def ask() -> None:
+        await asyncio.gather(*(drive(one.url, "mix", warm, admin_url=one.admin_url) for one in started))
+
+    asyncio.run(ask())
 
 
 def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[str, Outcome]:
