@@ -35,6 +35,16 @@ def kernel(extra: int, sharers: int) -> Kernel:
     )
 
 
+def tiles(count: int) -> int:
+    """Blocks for `count` rows of a sequence."""
+    return -(-count // COLUMNS)
+
+
+def kernel_for(count: int, extra: int) -> Kernel:
+    """The kernel for `count` rows of a sequence: an even number of tiles is shared by pairs."""
+    return kernel(extra, 1 if tiles(count) % 2 else 2)
+
+
 def attend(
     query_BQL: Tensor, query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, factor: float, length_B: Tensor | None,
     table_BP: Tensor | None, out_BQL: Tensor, sums: Tensor, logs: Tensor,
@@ -42,12 +52,11 @@ def attend(
     """As `decode.attend`."""
     batch, tokens, heads, extra = query_shared_BTHr.shape
     cached = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
-    tiles = -(-tokens * heads // COLUMNS)
-    sharers = 1 if tiles % 2 else 2
-    rows = KEYS // sharers
+    form = kernel_for(tokens * heads, extra)
+    rows = KEYS // form.defines["SHARERS"]
     maps = (*tile_map(latent_BSL, rows), *(tile_map(shared_BSr, rows) if extra else [0] * WORDS))
-    kernel(extra, sharers).launch(
-        (tiles, logs.shape[0]), query_BQL, query_shared_BTHr, length_B, table_BP, out_BQL, sums, logs,
+    form.launch(
+        (tiles(tokens * heads), logs.shape[0]), query_BQL, query_shared_BTHr, length_B, table_BP, out_BQL, sums, logs,
         query_shared_BTHr.stride(0), *maps, *query_shared_BTHr.stride()[1:3], 0 if table_BP is None else table_BP.stride(0),
         latent_BSL.shape[1] // KEYS, cached, batch, tokens, heads, factor,
     )  # fmt: skip

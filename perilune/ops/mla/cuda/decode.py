@@ -56,17 +56,19 @@ def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor
     tensors = (query_shared_BTHr, latent_BSL, shared_BSr) if extra else (latent_BSL,)
     if any(x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT or any(n % 8 for n in x.stride()[:-1]) for x in tensors):
         return "the CUDA kernel copies 16 bytes at a time: rows must begin at multiples of that"
-    return kernel(extra).unavailable_reason(latent_BSL.device)
+    count = query_shared_BTHr.shape[1] * query_shared_BTHr.shape[2]
+    form = columns.kernel_for(count, extra) if by_columns(count) else kernel(extra)
+    return form.unavailable_reason(latent_BSL.device)
 
 
 def by_columns(count: int) -> bool:
     """Whether `count` rows of a sequence are better the columns of the products, 48 a block, than their rows, 64 a block."""
-    return -(-count // columns.COLUMNS) * columns.COLUMNS < -(-count // ROWS) * ROWS
+    return columns.tiles(count) * columns.COLUMNS < -(-count // ROWS) * ROWS
 
 
 def tiles(count: int) -> int:
     """Blocks for `count` rows of a sequence."""
-    return -(-count // (columns.COLUMNS if by_columns(count) else ROWS))
+    return columns.tiles(count) if by_columns(count) else -(-count // ROWS)
 
 
 def attend(
