@@ -1,18 +1,24 @@
 """Rows of KDA decode and verify on a GPU, next to the traffic of the states at copy speed.
 
+Beside the rate of a large copy, of which the bound is made, a row's `extra` has `equal_copy_ms`: what a copy takes that reads and
+writes as many bytes, measured in the same way. Short ones never reach the rate of large ones.
+
 The peer, where fla-core can be imported, is its `fused_recurrent_kda` with gate, norms and sigmoid in the kernel: the
 recurrence alone, without the convolution, the output norm and the output gate that ours includes.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from perilune.bench.graphs import Calls, GraphCase, sets
+from perilune.bench.graphs import Calls, GraphCase, graph_times, sets
+from perilune.bench.harness import Row
 from perilune.ops.choice import force
 from perilune.ops.kda import kda_decode_step
 from perilune.ops.kda.verify import Projections, kda_verify_step
@@ -21,6 +27,19 @@ SIZE, TAPS, LOWER_BOUND = 128, 4, -5.0
 SHAPES = ((1, 12), (1, 96), (16, 96), (64, 96), (256, 96))  # B, H
 VERIFY_SHAPES = ((1, 96), (32, 96))
 DRAFTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesCase(GraphCase):
+    """A row of which also a copy of as many bytes is timed."""
+
+    def measure(self, device: str, samples: int) -> Row:
+        """As `GraphCase.measure`, with `equal_copy_ms` in the row's `extra`."""
+        row = super().measure(device, samples)
+        torch.cuda.empty_cache()
+        halves = [torch.empty(2, int(self.bytes) // 8, device=device) for _ in range(sets(self.bytes))]
+        copies = [lambda x=x: x[1].copy_(x[0]) for x in halves]
+        return replace(row, extra=row.extra | {"equal_copy_ms": statistics.median(graph_times(copies))})
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -87,7 +106,7 @@ def verify_bytes(batch: int, heads: int, accepted: int) -> float:
     return batch * heads * (states + 2 * (folded + scored + 2 * 3 * SIZE * (TAPS - 1)))
 
 
-def cases() -> Iterator[GraphCase]:
+def cases() -> Iterator[StatesCase]:
     """Decode steps of the CUDA kernel, verify steps, decode steps of Triton's kernel."""
     yield from _decode_cases("cuda", "")
     for batch, heads in VERIFY_SHAPES:
@@ -100,7 +119,7 @@ def cases() -> Iterator[GraphCase]:
             ) -> tuple[Calls, Calls]:
                 return [_verify(batch, heads, m) for _ in range(sets(size))], []
 
-            yield GraphCase(
+            yield StatesCase(
                 name=f"kda_verify_B{batch}_H{heads}_m{accepted}",
                 shape=f"B={batch} H={heads} d={SIZE}, {accepted} of {DRAFTS} folded, {DRAFTS + 1} scored, {passes:.2f} state passes",
                 make=make, bytes=traffic,
@@ -108,7 +127,7 @@ def cases() -> Iterator[GraphCase]:
     yield from _decode_cases("triton", "_triton")
 
 
-def _decode_cases(implementation: str, suffix: str) -> Iterator[GraphCase]:
+def _decode_cases(implementation: str, suffix: str) -> Iterator[StatesCase]:
     for batch, heads in SHAPES:
         state_bytes = 8.0 * batch * heads * SIZE * SIZE
 
@@ -117,7 +136,7 @@ def _decode_cases(implementation: str, suffix: str) -> Iterator[GraphCase]:
             peers = [peer for peer in (_peer(batch, heads) for _ in range(count)) if peer is not None]
             return [_forced(implementation, _decode(batch, heads)) for _ in range(count)], peers
 
-        yield GraphCase(
+        yield StatesCase(
             name=f"kda_decode_B{batch}_H{heads}{suffix}", shape=f"B={batch} H={heads} d={SIZE}, fp32 state, whole step",
             make=make, peer="fla-core, recurrence alone", bytes=state_bytes,
         )  # fmt: skip
