@@ -138,7 +138,7 @@ def test_a_form_found_again_waits_for_nothing() -> None:
         (make(2, 250, 2, 2), {}),
         (make(1, 4500, 1, 1), {}),
     ]
-    cases = [(inputs, BOUNDED | options | {"output_final_state": True}) for inputs, options in cases]
+    cases = [(inputs, BOUNDED | options) for inputs, options in cases]
     first = [run(chunk_kda, inputs, **options) for inputs, options in cases]
     others = [({n: x.clone() for n, x in inputs.items()}, options) for inputs, options in cases]
     torch.cuda.synchronize()
@@ -146,7 +146,8 @@ def test_a_form_found_again_waits_for_nothing() -> None:
     with torch.cuda.stream(side), torch.no_grad():
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = [chunk_kda(**inputs, **options) for inputs, options in others]
+            for _ in range(2):
+                found = [chunk_kda(**inputs, **options, output_final_state=True) for inputs, options in others]
         finally:
             torch.cuda.set_sync_debug_mode("default")
     side.synchronize()

@@ -38,6 +38,8 @@ KERNEL(THREADS, 1) backward(
     Shared& m = *(Shared*)memory;
     const float shift = -0.5f * LOG2E * lower_bound;
     m.thread[threadIdx.x] = threadIdx.x;
+    wait_for_earlier();
+    let_next_start();
 
     const auto chunk_of = [&](int program) {
         if (program >= programs) return Chunk{program, 0, 0, 0, 0.0f};

@@ -32,6 +32,7 @@ def kernel(
         threads=4 * key_dim,
         shared_bytes=5 * k + 3 * v + 4 * key_dim * value_dim + 4 * CHUNK * CHUNK + 4 * words,
         defines={"KEY_DIM": key_dim, "VALUE_DIM": value_dim} | {name: int(flag) for name, flag in flags.items()},
+        early=True,
     )
 
 

@@ -18,9 +18,10 @@ DEVICE int channel_of(int lane, int e) { return REVERSE ? lane + 32 * e : OWN * 
 // strides, or null. sequences [sequences, 2]: first unit and units. entry [units, heads, V, K].
 KERNEL(THREADS, 1)
 fold(
-    const float* __restrict__ M, const float* __restrict__ N, const float* __restrict__ state_in,
-    const int* __restrict__ sequences, float* __restrict__ entry, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
+    const float* M, const float* N, const float* state_in, const int* sequences, float* __restrict__ entry, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
     SHARED(memory);
+    wait_for_earlier();
+    let_next_start();
     float* const square = (float*)memory;
     float* const shared_state = (float*)(memory + STATE);
     const int thread = threadIdx.x, lane = thread & 31, blocks = value_dim / ROWS;

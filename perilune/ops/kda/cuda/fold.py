@@ -24,6 +24,7 @@ def kernel(key_dim: int, reverse: bool) -> Kernel:
         threads=128,
         shared_bytes=4 * (key_dim + ROWS) * (key_dim + 4),
         defines={"KEY_DIM": key_dim, "REVERSE": int(reverse)},
+        early=True,
     )
 
 

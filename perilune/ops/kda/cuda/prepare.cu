@@ -30,13 +30,14 @@
 // written unless WHOLE. shift: half the bound, in bits a step.
 KERNEL(THREADS, BLOCKS)
 prepare(
-    const bf16* __restrict__ q, const bf16* __restrict__ k, const void* __restrict__ g, const void* __restrict__ beta,
-    const float* __restrict__ a_log, const float* __restrict__ dt_bias, const int* __restrict__ chunks,
+    const bf16* q, const bf16* k, const void* g, const void* beta, const float* a_log, const float* dt_bias, const int* chunks,
     bf16* __restrict__ Qd, bf16* __restrict__ Kd, bf16* __restrict__ Kr, bf16* __restrict__ P, bf16* __restrict__ A,
     float* __restrict__ gamma, float* __restrict__ betas, float scale, float lower_bound, float shift, float beta_scale,
     i64 q_head, i64 k_head, i64 g_head, i64 beta_head, int q_token, int k_token, int g_token, int beta_token, int heads,
     int group, int flags) {
     SHARED(memory);
+    wait_for_earlier();
+    let_next_start();
     float* const beta_of = (float*)(memory + BETA);
     float* const norms = (float*)(memory + NORMS);
     float* const diagonal = (float*)(memory + DIAGONAL);

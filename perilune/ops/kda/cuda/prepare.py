@@ -35,6 +35,7 @@ def kernel(key_dim: int, float_gate: bool) -> Kernel:
         threads=THREADS,
         shared_bytes=_shared_bytes(key_dim),
         defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},
+        early=True,
     )
 
 

@@ -15,16 +15,18 @@ KERNEL(THREADS, 1)
 scan(
     const bf16* __restrict__ v, const bf16* __restrict__ Qd, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr,
     const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const float* __restrict__ beta,
-    const int* __restrict__ units,
-    const float* __restrict__ state_in, float* __restrict__ state_out, bf16* __restrict__ o, bf16* __restrict__ U,
-    bf16* __restrict__ S, const int* __restrict__ slots, float* __restrict__ exported,
+    const int* units,
+    const float* state_in, float* __restrict__ state_out, bf16* __restrict__ o, bf16* __restrict__ U,
+    bf16* __restrict__ S, const int* slots, float* __restrict__ exported,
     i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
+    Ring ring = begin_ring(memory);
+    wait_for_earlier();
+    let_next_start();
     const Part part = part_of(units, heads, value_dim);
     const Unit& unit = part.unit;
     const int head = part.head, column = part.block * COLUMNS;
-    Ring ring = begin_ring(memory);
 
     if (fetches()) {
         as_fetching();
@@ -53,7 +55,8 @@ scan(
     u8* const staged = memory + STAGED + p.group * BLOCK;
     float state[K / 2];
     const i64 entry = split ? (i64)blockIdx.y : unit.begins;
-    if (state_in) read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
+    if (state_in && entry >= 0)  // below 0: a unit of a chunk without tokens, in tables with room for others
+        read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
     else clear(state);
     u32 out[4][4] = {};
     auto leave_outputs = [&](int n) {

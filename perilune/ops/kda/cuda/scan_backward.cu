@@ -16,16 +16,18 @@ KERNEL(THREADS, 1)
 scan_backward(
     const bf16* __restrict__ dO, const bf16* __restrict__ Qd, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr,
     const bf16* __restrict__ P, const bf16* __restrict__ A, const float* __restrict__ gamma, const float* __restrict__ beta,
-    const int* __restrict__ units,
-    const float* __restrict__ state_in, float* __restrict__ state_out, bf16* __restrict__ E, bf16* __restrict__ dS,
+    const int* units,
+    const float* state_in, float* __restrict__ state_out, bf16* __restrict__ E, bf16* __restrict__ dS,
     i64 o_token, i64 o_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, i64 out_unit, i64 out_head, i64 out_v, i64 out_k,
     int heads, int value_dim, int split) {
     SHARED(memory);
+    Ring ring = begin_ring(memory);
+    wait_for_earlier();
+    let_next_start();
     const Part part = part_of(units, heads, value_dim);
     const Unit& unit = part.unit;
     const int head = part.head, column = part.block * COLUMNS;
     if (SUMMARY && unit.begins >= 0) return;
-    Ring ring = begin_ring(memory);
 
     if (fetches()) {
         as_fetching();

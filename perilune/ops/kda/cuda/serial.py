@@ -26,6 +26,7 @@ def serial_kernel(name: str, parameters: str, key_dim: int, width: int, defines:
         threads=128 * (groups + 1),
         shared_bytes=_SLOTS * half + groups * _BLOCK + 128,
         defines={"KEY_DIM": key_dim, "GROUPS": groups} | defines,
+        early=True,
     )
 
 

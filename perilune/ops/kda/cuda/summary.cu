@@ -11,16 +11,18 @@
 KERNEL(THREADS, 1)
 summary(
     const bf16* __restrict__ v, const bf16* __restrict__ Kd, const bf16* __restrict__ Kr, const bf16* __restrict__ A,
-    const float* __restrict__ gamma, const float* __restrict__ beta, const int* __restrict__ units, const float* __restrict__ state_in, float* __restrict__ M,
+    const float* __restrict__ gamma, const float* __restrict__ beta, const int* units, const float* state_in, float* __restrict__ M,
     float* __restrict__ N, i64 v_token, i64 v_head, i64 in_unit, i64 in_head, i64 in_v, i64 in_k, int heads, int value_dim) {
     SHARED(memory);
+    Ring ring = begin_ring(memory);
+    wait_for_earlier();
+    let_next_start();
     const Part part = part_of(units, heads, value_dim + K);
     const Unit& unit = part.unit;
     const int value_blocks = value_dim / COLUMNS, head = part.head;
     const bool values = part.block < value_blocks, first = unit.begins >= 0;
     if (unit.ends >= 0 || (first && !values) || unit.count == 0) return;  // without chunks: in tables with room for others
     const int column = (values ? part.block : part.block - value_blocks) * COLUMNS;
-    Ring ring = begin_ring(memory);
 
     if (fetches()) {
         as_fetching();
