@@ -44,9 +44,10 @@ def scan_forward_kernel(
     T = Qd.dtype.element_ty
     state = tl.zeros([BV, K], tl.float32)
     if HAS_STATE:
-        state = tl.load(
-            state_in + source * in_unit + head * in_head + value[:, None] * in_v + channel[None, :] * in_k
-        ).to(tl.float32)
+        if source >= 0:  # below: a unit of a chunk without tokens, in tables with room for others
+            state = tl.load(
+                state_in + source * in_unit + head * in_head + value[:, None] * in_v + channel[None, :] * in_k
+            ).to(tl.float32)
     rows = r[:, None] * K + channel[None, :]
     square = r[:, None] * CHUNK + r[None, :]
     for i in range(trips(count)):
