@@ -51,7 +51,13 @@ def _hear_triton() -> None:
     def hear(**about: Any) -> None:
         if before is not None:
             before(**about)
-        how = "found" if about["cache_hit"] else "compiled"
-        tell(f"{how} {getattr(about['src'], 'name', 'a Triton kernel')}", about["times"].total / 1e6)
+        how = "loaded" if about["cache_hit"] else "compiled"
+        tell(f"{how} {_name(about['src'])}", about["times"].total / 1e6)
 
     knobs.compilation.listener = hear
+
+
+def _name(source: Any) -> str:
+    """Of a kernel of Triton: its file and what it is called there."""
+    module = getattr(getattr(source, "fn", None), "__module__", None) or "Triton"
+    return f"{module.rpartition('.')[2]}.{getattr(source, 'name', 'kernel')}"

@@ -143,17 +143,19 @@ def test_a_warm_engine_compiles_nothing(caplog: pytest.LogCaptureFixture) -> Non
     before = running.core.runner._prefills
     assert before is not None and before.failed is None
     caplog.clear()
+    kinds = (
+        SamplingParams(temperature=0.0, max_tokens=6),
+        SamplingParams(seed=1, top_p=0.9, max_tokens=6, logprobs=2),
+        SamplingParams(seed=1, top_k=9, frequency_penalty=0.5, max_tokens=6),
+        SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1),  # whose passes are not recorded
+    )
     with caplog.at_level(logging.WARNING, "perilune.serve.warm_up"):
-        for seed, length in enumerate((3, 64, 65, 700, 1500, 1500, 3000)):
-            prompt = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed % 5)).tolist()
-            kinds = (
-                SamplingParams(temperature=0.0, max_tokens=6),
-                SamplingParams(seed=1, top_p=0.9, max_tokens=6, logprobs=2),
-                SamplingParams(seed=1, top_k=9, frequency_penalty=0.5, max_tokens=6, prompt_logprobs=1),
-            )
-            for params in kinds:
+        for number, params in enumerate(kinds):
+            for seed, length in enumerate((3, 64, 65, 700, 1500, 1500, 3000)):
+                prompt = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed % 5)).tolist()
                 list(running.complete([prompt, prompt[: length // 2 + 1]], params))
-    print(f"warm in {seconds:.1f} s; then: {caplog.messages}")
+            print(f"kind {number}: {caplog.messages}", flush=True)
+    print(f"warm in {seconds:.1f} s")
     assert running.metrics().compilations_total == 0, caplog.messages
     assert running.admin.check_invariants() == []
     running.close()

@@ -32,6 +32,8 @@ from perilune.serve.runner.rows import DecodeRows, chunk_rows, exactly
 from perilune.serve.schedule import Plan, Row
 from perilune.serve.staging import to_device
 
+LENGTHS = (1, 2, 3, 5, 9, 17, 25, 33, 64, 96, 500, 1024)  # of chunks in whose passes kernels differ
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,9 +148,9 @@ class ModelRunner:
         spare, groups = self.pool.spare, self.pool.geometry.groups
         self.pool.operate([CopyPage(spare.tokens, spare.tokens, 1), ZeroState((spare.unread,) * groups)])
         self.pool.copy((spare.unread,) * groups, (spare.states,) * groups)
-        for tokens in (1, 2) if self.model.device.type == "cpu" else (1, 2, 33, 96):
-            pages = -(-tokens // self.pool.geometry.page_tokens)
-            chunk = Chunk("", 0, 0, tokens, (spare.tokens,) * pages, (spare.states,) * groups, (), ())
+        pages = (spare.tokens,) * self.pool.geometry.pages_for(64 + max(LENGTHS))
+        for before, tokens in itertools.product((0, 64), LENGTHS) if self.launches else ((0, 1), (0, 2)):
+            chunk = Chunk("", 0, before, before + tokens, pages, (spare.states,) * groups, (), ())
             self._logits(to_device([[0] * tokens], self.model.device), self._rows([chunk]), "all")
 
     @torch.inference_mode()
