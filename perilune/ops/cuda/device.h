@@ -303,7 +303,8 @@ DEVICE void phase_arrive_at(u64* phase, int rank) {
         :: "r"(shared_address(phase)), "r"(rank) : "memory");
 }
 
-// A tensor [outer, rows, channels] of bfloat16 as the copying unit knows it, made by tile_map.py; a kernel's parameter, `TILE_MAP name`.
+// A tensor [outer, rows, channels] of bfloat16 as the copying unit knows it, made by tile_map.py; a kernel's parameter, `TILE_MAP name`,
+// at byte 112 of the parameters or a multiple of 128 further on: parameters begin 16 bytes beyond a multiple of 64.
 struct alignas(64) TileMap { u64 words[16]; };
 #define TILE_MAP const __grid_constant__ TileMap
 // One thread: copy a tile of 64 channels and as many rows as the map says, laid out as `in_block` has it, from where its first

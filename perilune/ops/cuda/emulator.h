@@ -564,7 +564,7 @@ inline void cluster_sync() { emulator::cluster_barrier(); }
 inline void phase_arrive_at(u64* phase, int rank) { emulator::arrive((EmulatedPhase*)emulator::at_rank(phase, rank)); }
 
 // As tile_map.py makes it for the emulator: address; outer, rows, channels; bytes from one outer, one row to the next; rows of a tile.
-struct alignas(64) TileMap { u64 words[16]; };
+struct TileMap { u64 words[16]; };
 #define TILE_MAP const TileMap
 inline void copy_tile(void* to, const TileMap& map, int channel, int row, int outer, u64* phase, int blocks) {
     const u64* w = map.words;

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from perilune.ops.cuda import driver
 
-WORDS = 16  # of 64 bits, at a multiple of 64 bytes among a kernel's parameters
+WORDS = 16  # of 64 bits
+PLACE = 112  # byte of a kernel's parameters where the first map lies, see device.h
 CHANNELS = 64  # of a tile: 128 bytes
 _BFLOAT16, _NOT_INTERLEAVED, _SWIZZLED_128, _CACHE_LINES_256, _ZEROS_OUTSIDE = 9, 0, 3, 3, 0  # of CUtensorMap*
 

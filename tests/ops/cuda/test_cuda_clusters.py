@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from perilune.ops.cuda import Kernel, emulated, emulator
+from perilune.ops.cuda import Kernel, emulated, emulator, nvrtc
 from perilune.ops.cuda.emulator import EmulatorError
-from perilune.ops.cuda.tile_map import WORDS, tile_map
+from perilune.ops.cuda.tile_map import PLACE, WORDS, tile_map
 
 if reason := emulator.missing():
     pytest.skip(reason, allow_module_level=True)
 
+PARAMETERS = "PP" + "q" * 12  # before the map
 # Each block of a pair copies half of the rows of each tile, for both; `empty` counts both blocks' readers.
 SOURCE = """#include "device.h"
-KERNEL_OF_CLUSTERS(64, 1, 2) f(const float* shape, float* out, i64 a, i64 b, i64 c, i64 d, i64 e, i64 g, TILE_MAP x) {
+KERNEL_OF_CLUSTERS(64, 1, 2) f(const float* shape, float* out, i64 a, i64 b, i64 c, i64 d, i64 e, i64 g, i64 h, i64 i, i64 j, i64 k, i64 l, i64 m, TILE_MAP x) {
     SHARED(memory);
     u64* full = (u64*)(memory + 8192), *empty = full + 1;
     const int rank = cluster_rank(), thread = threadIdx.x, turns = (int)shape[0];
@@ -32,9 +36,9 @@ KERNEL_OF_CLUSTERS(64, 1, 2) f(const float* shape, float* out, i64 a, i64 b, i64
     if (thread < 32)
         for (int n = 0; n < turns; n++) {
             phase_wait(full, n & 1);
-            for (int i = thread; i < 4096; i += 32) {
-                const int row = i / 64, channel = i % 64;
-                out[((i64)blockIdx.x * turns + n) * 4096 + i] = to_float(*(bf16*)(memory + in_block(row, channel / 8) + channel % 8 * 2));
+            for (int at = thread; at < 4096; at += 32) {
+                const int row = at / 64, channel = at % 64;
+                out[((i64)blockIdx.x * turns + n) * 4096 + at] = to_float(*(bf16*)(memory + in_block(row, channel / 8) + channel % 8 * 2));
             }
             sync_warp();
             if (thread == 0) for (int r = 0; r < 2; r++) phase_arrive_at(empty, r);
@@ -58,13 +62,13 @@ def launch(folder: Path, x: Tensor, turns: int, backwards: bool, emptied: int = 
     kernel = Kernel(
         folder / "probe.cu",
         "f",
-        "PP" + "q" * (6 + WORDS),
+        PARAMETERS + "q" * WORDS,
         threads=64,
         shared_bytes=8192 + 16,
         defines={"EMPTIED": emptied},
     )
     with emulated(backwards):
-        kernel.launch((blocks,), torch.tensor([float(turns)]), out, *[0] * 6, *tile_map(x, 32))
+        kernel.launch((blocks,), torch.tensor([float(turns)]), out, *[0] * 12, *tile_map(x, 32))
     return out
 
 
@@ -125,3 +129,19 @@ KERNEL(128, 1) f(bf16* a, bf16* b, float* d) {
     with emulated():
         Kernel(folder / "probe.cu", "f", "PPP", threads=128, shared_bytes=8192 + 2048).launch((1,), a, b, d)
     torch.testing.assert_close(d, (a.double() @ b.double()).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_maps_lie_where_the_compiler_looks_for_them(folder: Path) -> None:
+    """Offsets of parameters in the machine code, as NVIDIA's tool reads them."""
+    if reason := nvrtc.missing():
+        pytest.skip(reason)
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    (folder / "probe.cu").write_text(SOURCE)
+    kernel = Kernel(folder / "probe.cu", "f", PARAMETERS + "q" * WORDS, threads=64, defines={"EMPTIED": 2})
+    (folder / "probe.cubin").write_bytes(kernel.compiled()[0])
+    told = subprocess.run(
+        [tool, "-elf", folder / "probe.cubin"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    offsets = {int(n, 16): int(at, 16) for n, at in re.findall(r"Ordinal\s*:\s*(\S+)\s+Offset\s*:\s*(\S+)", told)}
+    assert offsets[len(PARAMETERS)] == PLACE == struct.calcsize("@" + PARAMETERS)

@@ -46,8 +46,8 @@ DEVICE void fill(Shared& shared, const TileMap& latent, const TileMap& extra, in
 KERNEL_OF_CLUSTERS(THREADS, 1, SHARERS) columns(
     const bf16* __restrict__ query, const bf16* __restrict__ query_extra, const int* __restrict__ lengths,
     const int* __restrict__ table, bf16* __restrict__ out, float* __restrict__ sums, float* __restrict__ logs, i64 query_b,
-    TILE_MAP latent, TILE_MAP extra, i64 query_t, i64 query_h, i64 table_b, int page_blocks, int cached, int sequences, int tokens,
-    int heads, float factor) {
+    i64 query_t, i64 query_h, i64 table_b, int page_blocks, int cached, int sequences, int tokens, int heads, float factor,
+    TILE_MAP latent, TILE_MAP extra) {
     SHARED(memory);
     Shared& shared = *(Shared*)memory;
     const int thread = threadIdx.x, warp = uniform(thread >> 5), lane = thread & 31;

@@ -24,7 +24,7 @@ def kernel(extra: int, sharers: int) -> Kernel:
     return Kernel(
         Path(__file__).parent / "columns.cu",
         "columns",
-        "P" * 7 + "q" + "q" * 2 * WORDS + "q" * 3 + "iiiiif",
+        "P" * 7 + "q" * 4 + "iiiiif" + "q" * 2 * WORDS,
         threads=384,
         shared_bytes=2 * CHUNK_BYTES * chunks
         + 128 * COLUMNS * (chunks + 2)
@@ -57,6 +57,6 @@ def attend(
     maps = (*tile_map(latent_BSL, rows), *(tile_map(shared_BSr, rows) if extra else [0] * WORDS))
     form.launch(
         (tiles(tokens * heads), logs.shape[0]), query_BQL, query_shared_BTHr, length_B, table_BP, out_BQL, sums, logs,
-        query_shared_BTHr.stride(0), *maps, *query_shared_BTHr.stride()[1:3], 0 if table_BP is None else table_BP.stride(0),
-        latent_BSL.shape[1] // KEYS, cached, batch, tokens, heads, factor,
+        *query_shared_BTHr.stride()[:3], 0 if table_BP is None else table_BP.stride(0), latent_BSL.shape[1] // KEYS, cached,
+        batch, tokens, heads, factor, *maps,
     )  # fmt: skip
