@@ -71,6 +71,7 @@ class Outcome:
         pages: (second, page counts by what they hold) while it ran.
         events: the cache's own account of hits and misses.
         compiled: kernels and recordings that the server made meanwhile.
+        warmed: seconds for which the server had warmed up before.
     """
 
     records: list[Record]
@@ -78,6 +79,7 @@ class Outcome:
     pages: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     compiled: float = 0.0
+    warmed: float = 0.0
 
     def of(self, kind: str) -> list[Record]:
         """Answered requests of a class; "all" = of every class."""
@@ -224,6 +226,7 @@ def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[
         outcomes[label] = asyncio.run(
             drive(server.url, trace, load, abort=leave, admin_url=server.admin_url, empty=True)
         )
+        outcomes[label].warmed = server.warmed
     return outcomes
 
 
@@ -310,6 +313,7 @@ def rows_of(name: str, shape: str, device: str, outcomes: Mapping[str, Outcome])
         "goodput_per_second": ours.goodput(), "hit_ratio": ours.hit_ratio,
         "refused": float(sum(bool(one.kind) and one.status not in (200, 499) for one in ours.records)),
         "left": float(sum(one.status == 499 for one in ours.records)), "compiled": ours.compiled,
+        "warm_up_seconds": ours.warmed,
     }  # fmt: skip
     if peer:
         whole |= {"peer_hit_ratio": peer.hit_ratio, "peer_goodput_per_second": peer.goodput(),

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"perilune tier 1\n"
 PAGE, STATE, PART = ".tokens", ".state", ".part"
-READERS = 8  # threads: reading is copying, and then as much work again for the checksum
+READERS = 16  # threads: reading is copying, and then twice as much work again for the checksum
 
 Content = bytes | bytearray | memoryview
 
