@@ -57,6 +57,7 @@ Cache
 Speed
   --patience X           how long a short prompt may wait for a piece of a long one, in times of its own step: more makes
                          long prompts faster while short ones come (default 1.75)
+  --cuda-graphs WHICH    passes that are recorded on a GPU: auto (all that can be, default), decode, off
   --warm-up HOW          full: compile and record on a GPU whatever requests can need; GET /ready says no until then, and
                          requests wait (default). lazy: at once ready, and the first requests of each kind wait
   --deterministic        an answer does not depend on what else is being answered, bit by bit
@@ -80,6 +81,7 @@ def run(args: list[str]) -> int:
     parser.add_argument("--help-all", action="store_true")
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--patience", type=float, default=1.75)
+    parser.add_argument("--cuda-graphs", default="auto")
     parser.add_argument("--warm-up", default="full")
     parser.add_argument("--deterministic", action="store_true")
     add_server_flags(parser)
@@ -107,6 +109,7 @@ def run(args: list[str]) -> int:
         cache_bytes=flags.cache_bytes, prefix_cache=not flags.no_prefix_cache, retention=flags.retention,
         sequences=flags.max_running, deterministic=flags.deterministic, host_bytes=flags.host_cache,
         disk=flags.disk_cache, disk_bytes=flags.disk_cache_bytes, patience=flags.patience, warm_up=flags.warm_up,
+        cuda_graphs=flags.cuda_graphs,
     )  # fmt: skip
     with contextlib.closing(parser.engine(flags, context_length=flags.context, settings=settings)) as engine:
         return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)

@@ -36,6 +36,10 @@ EVENTS = 4096  # admissions that are remembered
 LEASE_SECONDS = 3600.0  # that a session's prefixes are kept longer than others behind the pool
 
 
+class DeviceLost(PeriluneError):
+    """The device computes nothing more in this process."""
+
+
 @dataclass(slots=True)
 class Totals:
     """Counts since the engine was made.
@@ -115,6 +119,17 @@ class EngineCore(EngineThread):
         device = self.runner.model.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+    def fatal(self, error: BaseException) -> bool:
+        """Whether the device is lost: after some errors, an access to memory that is not there for one, it refuses everything."""
+        device = self.runner.model.device
+        if device.type != "cuda" or not isinstance(error, Exception):
+            return False
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return True
+        return False
 
     def _begin(self, job: LocalJob) -> None:
         self.jobs[id(job)] = job
@@ -233,6 +248,8 @@ class EngineCore(EngineThread):
                 told += self._tell(plan, some, now)
                 drawn |= {name: one.token_id for name, one in some.items()}
         except Exception as error:
+            if self.fatal(error):
+                raise DeviceLost(f"the device refuses to go on after an error: {error}") from error
             self._fail(plan, error)
             return
         ran = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -43,6 +44,10 @@ class EngineThread(ABC):
     def settle(self) -> None:
         """Bring what is under way to its end."""
 
+    def fatal(self, error: BaseException) -> bool:
+        """Whether nothing more can be computed after this error; the thread then ends by it."""
+        return False
+
     @abstractmethod
     def end(self, error: BaseException) -> None:
         """Tell all who wait that nothing comes any more; may be called again."""
@@ -78,6 +83,8 @@ class EngineThread(ABC):
                 answer.put((function(), None))
             except BaseException as error:
                 answer.put((None, error))
+                if self.fatal(error):
+                    raise
 
         self.post(run)
         result, error = answer.get()
@@ -131,7 +138,8 @@ class EngineThread(ABC):
         ended = EngineClosed(f"the engine was {why}; ask another server, or start this one again")
         self.end(ended)
         while not self.inbox.empty():  # whoever waits for a `call` gets its answer
-            self.inbox.get()()
+            with contextlib.suppress(Exception):
+                self.inbox.get()()
         self.end(ended)
         if error is not None:
             raise error

@@ -89,6 +89,7 @@ class LocalEngine:
         runner = ModelRunner(
             model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic,
             most_rows=limits.sequences, most_tokens=limits.step_tokens,
+            graphs=self.settings.cuda_graphs,
         )  # fmt: skip
         self._identity = name
         tiers = None

@@ -14,6 +14,7 @@ from perilune.serve.schedule.pace import PATIENCE
 log = logging.getLogger(__name__)
 # One H200 takes 61 ms for 512 tokens of `mini` and as much for 8192: up to there a pass is launches.
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+GRAPHS = "auto", "decode", "off"  # passes that are recorded
 WAYS = "full", "lazy"  # of warming up
 DETERMINISTIC_UNIT = 64  # chunks of the deterministic mode: the rows that the kernels of linear attention work in
 
@@ -41,6 +42,7 @@ class EngineSettings:
         disk_bytes: most bytes in it.
         overlap: whether the next step is planned while the device works on the last one; None = where it pays off, see
             `overlap`.
+        cuda_graphs: which passes are recorded on a GPU: "auto" = all that can be, "decode" = those of decoding alone, "off" = none.
         warm_up: what is done before the first request: "full" = all kernels are compiled and all passes recorded that
             requests can need; "lazy" = nothing, the first requests wait for it.
         deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
@@ -64,6 +66,7 @@ class EngineSettings:
     disk: Path | None = None
     disk_bytes: int = 2**34
     overlap: bool | None = None
+    cuda_graphs: str = "auto"
     warm_up: str = "full"
     deterministic: bool = False
 
@@ -73,8 +76,9 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value} must not be negative")
-        if self.warm_up not in WAYS:
-            raise ConfigError(f"warm_up={self.warm_up!r} is not known; allowed: {', '.join(WAYS)}")
+        for name, allowed in (("cuda_graphs", GRAPHS), ("warm_up", WAYS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}")
         if not self.patience > 0:
             raise ConfigError(f"patience={self.patience} must be above 0; 1 is one step of short prompts")
         for name in ("unit", "step_tokens", "chunk"):

@@ -309,6 +309,30 @@ def test_a_failing_step_fails_its_requests_and_nothing_else():
     assert engine.metrics().failed_steps_total == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread ends by it
+@pytest.mark.parametrize("where", ["step", "call"])
+def test_a_device_that_refuses_everything_ends_the_engine(where, monkeypatch):
+    """Whoever waits is told why, and who looks after the server can start another one."""
+    engine = tiny_engine()
+    monkeypatch.setattr(engine.core, "fatal", lambda error: "illegal" in str(error))
+    jobs = [engine.complete([PROMPTS[0]], GREEDY) for _ in range(2)]
+
+    def illegal(*_):
+        raise RuntimeError("an illegal memory access")
+
+    if where == "step":
+        monkeypatch.setattr(engine.core.runner, "run", illegal)
+        with pytest.raises(EngineClosed, match="stopped by a fault.*illegal memory access"):
+            finish(jobs[0])
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.core.call(illegal)
+    engine.core._thread.join(10)
+    assert engine.closed and not engine.ready
+    with pytest.raises(EngineClosed):
+        finish(jobs[1])
+
+
 def test_weights_that_change_are_never_mixed():
     """T31: what the old weights computed is no hit, and what runs starts again."""
     engine, other = tiny_engine(), tiny_model(seed=1)

@@ -72,6 +72,8 @@ def test_lazy_does_nothing(monkeypatch):
     engine.close()
     with pytest.raises(ConfigError, match="allowed: full, lazy"):
         EngineSettings(warm_up="some")
+    with pytest.raises(ConfigError, match="allowed: auto, decode, off"):
+        EngineSettings(cuda_graphs="on")
 
 
 def test_what_was_missed_is_counted_and_logged(caplog):

@@ -101,6 +101,7 @@ class PrefillGraphs:
                 )
                 return False
             except (RuntimeError, NotImplementedError, PeriluneError) as error:  # it waits, or no recording can hold it
+                torch.cuda.synchronize(self.model.device)  # raises if it was worse than that
                 self.failed = str(error).strip().splitlines()[0]
                 logger.warning("prefill passes run kernel by kernel: %s", self.failed)
                 return False

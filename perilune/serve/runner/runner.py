@@ -79,6 +79,7 @@ class ModelRunner:
         deterministic: decode in groups of rows whose results do not depend on each other, bit by bit.
         most_rows: of a step.
         most_tokens: of a step.
+        graphs: which passes are recorded on a GPU, see `EngineSettings.cuda_graphs`.
 
     Attributes:
         tokens_run: tokens that went through the model in all.
@@ -87,7 +88,7 @@ class ModelRunner:
 
     def __init__(
         self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False, most_rows: int = 1024,
-        most_tokens: int = 8192,
+        most_tokens: int = 8192, graphs: str = "auto",
     ) -> None:  # fmt: skip
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
@@ -99,14 +100,17 @@ class ModelRunner:
         self._decoding: dict[int, DecodeRows] = {}
         self._recorded: DecodeGraphs | DecodeRecordings | None = None
         self._prefills: PrefillGraphs | None = None
-        self._choose_recordings(most_tokens)
+        self._choose_recordings(most_tokens, graphs)
 
-    def _choose_recordings(self, most_tokens: int) -> None:
+    def _choose_recordings(self, most_tokens: int, graphs: str) -> None:
         model, pool = self.model, self.pool
         recorder = DecodeGraphs if self.launches else DecodeRecordings
-        why_not = {"decode": recorder.why_not(model, pool)}
+        off = "switched off" if self.launches and graphs == "off" else None
+        why_not = {"decode": off or recorder.why_not(model, pool)}
         if self.launches:
-            why_not["prefill"] = PrefillGraphs.why_not(model, pool) if self._packs else "their chunks run alone"
+            off = None if graphs == "auto" else "switched off"
+            off = off or (None if self._packs else "their chunks run alone")
+            why_not["prefill"] = off or PrefillGraphs.why_not(model, pool)
             memory = torch.cuda.graph_pool_handle()  # one pass runs at a time
             if why_not["prefill"] is None:
                 self._prefills = PrefillGraphs(model, pool, memory, most_tokens)
