@@ -4,9 +4,6 @@ Programs are those of `triton_slices`: a slice of ROWS value channels of one seq
 its single read to its single write. A token costs the arithmetic of a decode step. The raw projections that the
 convolution sees move through registers, so each is read once; while a token is worked on, the inputs of the one after
 it are on their way. The last program of a head normalises the outputs of all its tokens.
-
-States pass through the L2 cache once, on their way in and out; they are marked to be evicted first, so that the new
-tokens' inputs, which the products before this kernel have just written, are still in the cache when it reads them.
 """
 
 # What stands in a kernel is Triton's language, whose loops and constants Python's types do not describe.
@@ -82,9 +79,9 @@ def _verify_kernel(
     inside = has_v[:, None, None] & has_k[None, :, :]
     state += (slot * heads + head) * (K * V)
     if FULL:
-        S = tl.load(state + cells, eviction_policy="evict_first")
+        S = tl.load(state + cells)
     else:
-        S = tl.load(state + cells, inside, 0.0, eviction_policy="evict_first")
+        S = tl.load(state + cells, inside, 0.0)
 
     q_channel = head * K + ks
     k_channel = heads * K + q_channel
@@ -136,9 +133,9 @@ def _verify_kernel(
             t += 1
         tl.debug_barrier()  # of a small tile several threads hold, and have read, the same element
         if FULL:
-            tl.store(state + cells, S, mask=some, eviction_policy="evict_first")
+            tl.store(state + cells, S, mask=some)
         else:
-            tl.store(state + cells, S, inside & some, eviction_policy="evict_first")
+            tl.store(state + cells, S, inside & some)
         _store_window(v_past, window, v_channel, has_v & some)
     q_kept, k_kept = q_past, k_past
 
