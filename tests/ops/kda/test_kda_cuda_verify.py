@@ -56,13 +56,11 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lower_bound"),
-    [((128, 128, 4), -5.0), ((64, 64, 4), None), ((128, 64, 3), -5.0), ((64, 128, 2), -5.0)],
-    ids=str,
+    ("sizes", "lower_bound"), [((128, 128, 4), -5.0), ((64, 64, 4), -5.0), ((128, 64, 3), None)], ids=str
 )
 def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bound: float | None) -> None:
     key_dim, value_dim, taps = sizes
-    counts = torch.arange(9) if key_dim == value_dim == 64 else torch.tensor([8, 3])
+    counts = torch.arange(9) if key_dim == 64 else torch.tensor([8, 3])
     case = half(make_case(
         batch=len(counts), heads=2, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=8, length=9, lower_bound=lower_bound
     ))  # fmt: skip
@@ -76,7 +74,7 @@ def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bo
 
 def test_short_windows_and_none_pending() -> None:
     case = half(make_case(batch=2, heads=1, key_dim=64, value_dim=64, taps=4, pending=3, length=2))
-    counts = torch.tensor([3, 1], dtype=torch.int32)
+    counts = torch.tensor([3, 1])
     for given in (counts, None):
         truth, got = by_plain_decoding(case, given), run(case, given)
         assert relative_error(got[0], truth[0]) < 3e-3 and relative_error(got[1], truth[1]) < 2e-7
