@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from guarded_memory import GuardedMemory
 from kda_cases import IN_KERNEL, raw_inputs, relative_error
 from torch import Tensor
 
@@ -61,18 +62,22 @@ def test_the_cuda_kernels(poisoned_memory: None) -> None:
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+@pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("target", [NEVER, 1])
-def test_states_in_and_out(target: int, poisoned_memory: None) -> None:
-    """Three sequences in a room for five: the last two have no tokens, and keep the states that they came with. In segments too."""
+def test_states_in_and_out(target: int, at_end: bool) -> None:
+    """Three sequences in a room for five: the last two have no tokens, and keep the states that they came with. In segments, too.
+
+    Units of chunks without tokens belong to no sequence: their entry state would lie in front of the first one.
+    """
     offsets, marks = (0, 20, 180, 256), [(1, 64), (1, 128), (2, 64)]
-    room = Room(256, 5, target, 64)
+    room, guarded = Room(256, 5, target, 64), GuardedMemory(at_end=at_end)
     inputs = raw_inputs(1, 256, 1, 1, 64, 64, sequences=5)
-    low = {n: x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x.float() for n, x in inputs.items()}
+    low = {n: guarded.of(x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x.float()) for n, x in inputs.items()}
     tensors, initial = [low.pop(name) for name in ("q", "k", "v", "g", "beta")], low.pop("initial_state")
-    slots = torch.from_numpy(place_marks(room.boundaries(offsets), marks, room.chunks))
-    planned, options = Planned(room.plan(torch.from_numpy(room.filled(offsets))), slots, 5, 4), low | BOUNDED
-    with force("triton"), emulated():
-        o, final, states = planned_kda_states(*tensors, planned, initial, **options)
+    slots = guarded.of(torch.from_numpy(place_marks(room.boundaries(offsets), marks, room.chunks)))
+    numbers, options = guarded.of(torch.from_numpy(room.filled(offsets))), low | BOUNDED
+    with force("triton"), emulated(), guarded:
+        o, final, states = planned_kda_states(*tensors, Planned(room.plan(numbers), slots, 5, 4), initial, **options)
         expected = packed_kda_states(*tensors, offsets, marks, initial_state=initial[:3], **options)
     for got, want in zip((o, final[:3], states[:3]), expected, strict=True):
         assert torch.equal(got, want) or target != NEVER
