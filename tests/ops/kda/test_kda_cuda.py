@@ -46,16 +46,16 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Te
     return whole[GUARD : GUARD + size].view(shape), whole
 
 
-def run(x: Inputs, s: Setting, device: str, whole: bool = True) -> Prepared:
+def run(x: Inputs, s: Setting, device: str, whole: bool = True, full: bool = False) -> Prepared:
     """Run the kernel; everything is written, and nothing beside it."""
     x = x.to(device)
-    assert stage.unsuitable(x.q, x.k, x.g, x.beta, s) is None
+    assert stage.unsuitable(x.q, x.k, x.g, x.beta, s, full) is None
     chunks, (heads, key_dim) = len(x.chunks), x.g.shape[1:]
     square, rows = (chunks, heads, CHUNK, CHUNK), (chunks, heads, CHUNK, key_dim)
     made = [guarded(shape, torch.bfloat16, device) for shape in (rows, rows, rows, square, square)]
     made += (guarded((chunks, heads, size), torch.float32, device) for size in (key_dim, CHUNK))
     out = Prepared(*(view for view, _ in made))
-    stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out, whole)
+    stage.run(x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.chunks, s, out, whole, full)
     for view, around in made:
         assert around.isnan().sum() == around.numel() - view.numel() + view.isnan().sum()
         assert around[:GUARD].isnan().all() and around[-GUARD:].isnan().all(), "wrote beside an output"
@@ -72,6 +72,16 @@ def check(x: Inputs, s: Setting, device: str, **limits: float) -> None:
 @pytest.mark.parametrize("lengths", [(64, 37), (1, 16, 33, 32, 63)])
 def test_ragged_chunks(key_dim: int, lengths: tuple[int, ...], device: str) -> None:
     check(inputs(lengths, key_dim=key_dim), setting(), device)
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_only_whole_chunks(key_dim: int, device: str) -> None:
+    """The same bits without the table."""
+    x = inputs((64, 64), key_dim=key_dim)
+    expected_bits = run(x, setting(), device)
+    x.chunks = torch.full_like(x.chunks, -1)
+    for a, b in zip(run(x, setting(), device, full=True), expected_bits, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_blocks_above_the_diagonal_are_left_out(device: str) -> None:

@@ -30,6 +30,7 @@ def test_chunks_and_units_cover_every_token_once(offsets: tuple[int, ...], targe
         mine = units[first : first + count]
         assert [u[4] for u in mine] == [n] + [-1] * (count - 1) and [u[5] for u in mine] == [-1] * (count - 1) + [n]
         assert all(u[3] == offsets[n + 1] and u[2] == offsets[n] + CHUNK * (u[0] - mine[0][0]) for u in mine)
+    assert p.full == (all(count == CHUNK for _, count in p.chunks.tolist()))
     assert p.split == any(count > 1 for _, count in p.sequences.tolist())
 
 

@@ -9,12 +9,12 @@
 // taking it off is exact: the same bfloat16 operands serve both products.
 //
 // 1. q, k and g are copied to shared memory. Four warps add up the log-decays of their channels, the other four find the
-//    norms of q and k.
+//    norms of q and k, and of their products those on the diagonal, by tensor cores.
 // 2. A warp has 16 rows and half the channels, a thread 8 neighbouring channels of every 32 in two of the rows: as these lie
 //    for loads and stores of 16 bytes, they are the tensor cores' left operand too, if the channels of a product are counted
 //    in that order. Left operands take the place of q and k, keys (the right operands) that of the running sums.
 // 3. P by four warps, L by the other four; P leaves from registers (keys are counted so that a thread holds 8 neighbours), its
-//    diagonal as the product of q and k in float.
+//    diagonal as the product of q and k themselves.
 // 4. (I + L)^-1: four warps invert a diagonal block of 16 each by substitution in float32 (no series: traps T02), then find
 //    16 columns of the inverse each by block substitution, transposed so that a product's result is the next one's left
 //    operand. Products in three tf32 parts, as exact as float32.
@@ -27,7 +27,7 @@
 // q, k [tokens, heads / group, K], g [tokens, heads, K], beta [tokens, heads] by strides in elements; a_log [heads] and
 // dt_bias [heads, K] float or null; chunks [chunks, 2], first token and tokens. Outputs [chunks, heads, ...]; rows of no
 // token are 0, of A those of the unit matrix. Of P and A, which are lower, only blocks of 16 on and below the diagonal are
-// written unless WHOLE. shift: half the bound, in bits a step.
+// written unless WHOLE. FULL: chunk n is tokens 64 n .. 64 n + 63, and `chunks` is not read. shift: half the bound, in bits a step.
 KERNEL(THREADS, BLOCKS)
 prepare(
     const bf16* q, const bf16* k, const void* g, const void* beta, const float* a_log, const float* dt_bias, const int* chunks,
@@ -51,15 +51,16 @@ prepare(
     // The last chunks first: what the scan reads first is then still in the L2 cache.
     const u32 program = gridDim.x - 1 - blockIdx.x;
     const int chunk = program / (u32)heads, head = program % (u32)heads, shared_head = (u32)head / (u32)group;
-    const i64 start = chunks[2 * chunk];
-    const int count = chunks[2 * chunk + 1];
+    const i64 start = FULL ? (i64)chunk * CHUNK : (i64)chunks[2 * chunk];
+    const int count = FULL ? CHUNK : chunks[2 * chunk + 1];
 
     // Step 1: every warp works on what it has copied itself.
     if (warp < 4) {
         const int tile = warp >> 1, channel = (thread & 63) * CHANNELS;
         const i64 at = (start + TILE * tile) * g_token + head * g_head + (warp & 1) * 32 * CHANNELS;
         u8* const segment = memory + SUMS + TILE * tile * (4 * SUM_STRIDE) + (warp & 1) * SEGMENT;
-        copy_gates(segment, (const u8*)g + at * G_BYTES, g_token * G_BYTES, count - TILE * tile, lane);
+        const int rows = FULL ? TILE : count - TILE * tile;
+        copy_gates(segment, (const u8*)g + at * G_BYTES, g_token * G_BYTES, rows, lane);
         copy_commit();
         if (warp == 0) shifts[lane] = (int)fmaf(shift, (float)(lane + 1), 0.5f);
         const float rate = a_log ? exp2_fast(LOG2E * a_log[head]) : 1.0f, slope = -LOG2E * rate, bound = LOG2E * lower_bound;
@@ -71,22 +72,22 @@ prepare(
         }
         copy_wait<0>();
         sync_warp();
-        add_up(sum, segment, lane, count - TILE * tile, slope, offset, bound, flags & GATE);
+        add_up(sum, segment, lane, rows, slope, offset, bound, flags & GATE);
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) {
             ends[tile * K + channel + c] = sum[c];
             factors[(1 - tile) * K + channel + c] = exp2_fast(sum[c]);
         }
     } else {
-        const int first = 16 * (warp - 4), row = first + i;
+        const int first = 16 * (warp - 4), row = first + i, rows = FULL ? 16 : count - first;
         const i64 token = start + first;
-        copy_rows(memory + ROWS + place(first, 0), q + token * q_token + shared_head * q_head, q_token, count - first, lane);
-        copy_rows(memory + ROWS + ROWS_OF_K + place(first, 0), k + token * k_token + shared_head * k_head, k_token, count - first, lane);
+        copy_rows(memory + ROWS + place(first, 0), q + token * q_token + shared_head * q_head, q_token, rows, lane);
+        copy_rows(memory + ROWS + ROWS_OF_K + place(first, 0), k + token * k_token + shared_head * k_head, k_token, rows, lane);
         copy_commit();
         if (lane < 16) {
             float b = 0.0f;
             const int r = first + lane;
-            if (r < count) {
+            if (lane < rows) {
                 const i64 at = (start + r) * beta_token + head * beta_head;
                 b = flags & BETA_FLOAT ? ((const float*)beta)[at] : to_float(((const bf16*)beta)[at]);
                 if (flags & BETA_SIGMOID) b = beta_scale * reciprocal(1.0f + exp2_fast(-LOG2E * b));
@@ -97,17 +98,17 @@ prepare(
         }
         copy_wait<0>();
         sync_warp();
+        float of_q[2][4], of_k[2][4];
+        products_of(of_q, of_k, memory + ROWS, row, t);
+        if (t == i >> 1)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float q_norm, k_norm, both;
-            const int r = row + 8 * h;
-            products_of(q_norm, k_norm, both, memory + ROWS, r, t, flags & L2_NORM);
-            if (t == 0) {
-                norms[r] = scale * q_norm;
-                norms[CHUNK + r] = k_norm;
-                diagonal[r] = both * (scale * q_norm) * k_norm;
+            for (int h = 0; h < 2; h++) {
+                const float q_norm = flags & L2_NORM ? rsqrt_fast(on_diagonal(of_q[h], 0, i) + L2_EPS) : 1.0f;
+                const float k_norm = flags & L2_NORM ? rsqrt_fast(on_diagonal(of_k[h], 1, i) + L2_EPS) : 1.0f;
+                norms[row + 8 * h] = scale * q_norm;
+                norms[CHUNK + row + 8 * h] = k_norm;
+                diagonal[row + 8 * h] = on_diagonal(of_q[h], 1, i) * (scale * q_norm) * k_norm;
             }
-        }
     }
     sync_threads();
     if (thread < K) gamma[(i64)program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
@@ -123,11 +124,12 @@ prepare(
     const bool of_keys = (warp ^ warp >> 2) & 1;  // the inverse, a quarter of all instructions, on every scheduler of warps alike
     const u8* const rows = memory + ROWS + (of_keys ? ROWS_OF_K : 0);
     const float* const first_key = sums + (8 * (i >> 1) + (i & 1)) * SUM_STRIDE + 8 * t;
-    float near[4][4], far[4][4];
+    float near[4][4], far[4][4] = {};
     const int shifted[2] = {shifts[row & 31], shifts[(row & 31) + 8]};
     const u32 unstep[2] = {pair_of(power_of_2(-shifted[0])), pair_of(power_of_2(-shifted[1]))};
-    against_keys(near, rows, row, t, first_key + TILE * tile * SUM_STRIDE, false, unstep);
-    if (tile) against_keys(far, rows, row, t, first_key + 4, true, unstep);
+    const u32 ones[2] = {ONES, ONES};
+    against_keys(near, rows, row, t, first_key + TILE * tile * SUM_STRIDE, ones);
+    if (tile) against_keys(far, rows, row, t, first_key + 4, unstep);
     // L takes the place of rows that other warps still read.
     if (of_keys) barrier_sync(1, THREADS);
     else barrier_arrive(1, THREADS);
@@ -142,7 +144,7 @@ prepare(
         for (int c = 0; c < 8; c++) {
             const float unshift = power_of_2(columns_shifted[c] - shifted[h]);
             inside[c] = 8 * t + c + of_keys <= r ? near[c / 2][2 * h + c % 2] * unshift : 0.0f;
-            before[c] = tile ? far[c / 2][2 * h + c % 2] : 0.0f;
+            before[c] = far[c / 2][2 * h + c % 2];
         }
         if (!of_keys) {
             const float exact = diagonal[row + 8 * h];
@@ -167,8 +169,9 @@ prepare(
     if (!of_keys) return;
     sync_warp();
 
-    // Step 4, four warps.
+    // Step 4, four warps. The mask of `high_part` is a number that the compiler does not know, or it would see that a product
+    // does not read what is masked, take the float itself, and move it into place anew for every product.
     invert_block(square + 16 * (warp >> 1) * (L_STRIDE + 1), lane);
     barrier_sync(2, THREADS / 2);
-    store_columns(memory, A + (i64)program * (CHUNK * CHUNK), warp >> 1, lane, flags & WHOLE);
+    store_columns(memory, A + (i64)program * (CHUNK * CHUNK), warp >> 1, lane, flags & WHOLE, TF32_BITS + ((u32)flags >> 30));
 }

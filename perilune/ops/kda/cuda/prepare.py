@@ -26,15 +26,15 @@ _L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT, _WHOLE = 1, 2, 4, 8, 16
 
 
 @cache
-def kernel(key_dim: int, float_gate: bool) -> Kernel:
-    """The kernel for K channels and a float32 or bfloat16 g."""
+def kernel(key_dim: int, float_gate: bool, full: bool) -> Kernel:
+    """The kernel for K channels and a float32 or bfloat16 g; `full`: as `Plan.full`."""
     return Kernel(
         Path(__file__).parent / "prepare.cu",
         "prepare",
         "P" * 14 + "f" * 4 + "q" * 4 + "i" * 7,
         threads=THREADS,
         shared_bytes=_shared_bytes(key_dim),
-        defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate)},
+        defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate), "FULL": int(full)},
         early=True,
     )
 
@@ -52,13 +52,13 @@ def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
         return Choice("torch", "a stage of chunk_kda's GPU kernels; elsewhere chunk_kda has no stages")
     if any(dtype != torch.bfloat16 for dtype in dtypes):
         return Choice("triton", "Triton kernel: the CUDA kernel takes q and k in bfloat16")
-    reason = kernel(KEY_DIMS[-1], False).unavailable_reason(device)
+    reason = kernel(KEY_DIMS[-1], False, False).unavailable_reason(device)
     if reason is not None:
         return Choice("triton", f"Triton kernel: {reason}")
     return Choice("cuda", "one CUDA kernel, triangular inverse included; other calls take the Triton kernel")
 
 
-def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str | None:
+def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting, full: bool = False) -> str | None:
     """Why the kernel does not take this call (inputs flattened, see `run`); None if it does and is ready to run."""
     if not s.bounded:
         return "the CUDA kernel is written for the bounded gate"
@@ -76,22 +76,24 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting) -> str
             return "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
     if beta.stride(0) * beta.element_size() >= FARTHEST:
         return _FAR
-    return kernel(q.shape[-1], g.dtype == torch.float32).unavailable_reason(q.device)
+    return kernel(q.shape[-1], g.dtype == torch.float32, full).unavailable_reason(q.device)
 
 
 def run(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, chunks: Tensor,
-    s: Setting, out: Prepared, whole: bool,
+    s: Setting, out: Prepared, whole: bool, full: bool = False,
 ) -> None:  # fmt: skip
-    """Fill `out`. q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`; chunks as in `Plan`.
+    """Fill `out`. q, k `[tokens, H, K]`, g `[tokens, HV, K]`, beta `[tokens, HV]`; chunks and full as in `Plan`.
 
     Of P and A blocks of 16 above the diagonal only if `whole`; the serial CUDA kernels do not read them.
     """
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (A_log, dt_bias))
-    laid_out(q, k, g, beta, chunks.shape[0], s, whole)(q, k, g, beta, A_log, dt_bias, chunks, *out)
+    laid_out(q, k, g, beta, chunks.shape[0], s, whole, full)(q, k, g, beta, A_log, dt_bias, chunks, *out)
 
 
-def laid_out(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: int, s: Setting, whole: bool) -> Launch:
+def laid_out(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: int, s: Setting, whole: bool, full: bool
+) -> Launch:  # fmt: skip
     """The launch for tensors that lie like these, in so many chunks; its pointers as in prepare.cu."""
     heads, key_dim = g.shape[1:]
     flags = (
@@ -102,7 +104,7 @@ def laid_out(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, chunks: int, s: Sett
         | _WHOLE * whole
     )
     strides = [x.stride() for x in (q, k, g, beta)]
-    return kernel(key_dim, g.dtype == torch.float32).fixed(
+    return kernel(key_dim, g.dtype == torch.float32, full).fixed(
         q.device, (chunks * heads,),
         s.scale, s.lower_bound, -0.5 * s.lower_bound * LOG2E, s.beta_scale,
         *(n[1] for n in strides), *(n[0] for n in strides), heads, heads // q.shape[1], flags,

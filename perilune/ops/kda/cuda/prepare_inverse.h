@@ -2,8 +2,9 @@
 #pragma once
 #include "prepare_layout.h"
 
-// The upper 11 bits of a float, as a tf32; what is left has 13 more, of which a product takes 11.
-DEVICE u32 high_part(float x) { return bits(x) & 0xffffe000u; }
+// The upper 11 bits of a float (`mask`: TF32_BITS), as a tf32; what is left has 13 more, of which a product takes 11.
+constexpr u32 TF32_BITS = 0xffffe000u;
+DEVICE u32 high_part(float x, u32 mask) { return bits(x) & mask; }
 DEVICE u32 low_part(float x, u32 high) { return bits(x - from_bits(high)); }
 
 // A left operand, 16x16, in these two parts.
@@ -13,20 +14,20 @@ struct Split {
 
 // From a product's result x[b][]: rows i, i + 8, columns 4 t + 2 b and the next. The columns of a product's 8 are counted
 // as t = 4 t + 2 b, t + 4 = 4 t + 2 b + 1.
-DEVICE void split(Split& s, const float (&x)[2][4]) {
+DEVICE void split(Split& s, const float (&x)[2][4], u32 mask) {
 #pragma unroll
     for (int b = 0; b < 2; b++) {
         const float in_order[4] = {x[b][0], x[b][2], x[b][1], x[b][3]};
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s.high[b][e] = high_part(in_order[e]);
+            s.high[b][e] = high_part(in_order[e], mask);
             s.low[b][e] = low_part(in_order[e], s.high[b][e]);
         }
     }
 }
 
 // d += a M^T for a 16x16 block M in shared memory; `block` is this thread's first element.
-DEVICE void times_transposed(float (&d)[2][4], const Split& a, const float* block) {
+DEVICE void times_transposed(float (&d)[2][4], const Split& a, const float* block, u32 mask) {
 #pragma unroll
     for (int b = 0; b < 2; b++) {
         const float4 m = *(const float4*)(block + 2 * b * L_STRIDE);
@@ -34,7 +35,7 @@ DEVICE void times_transposed(float (&d)[2][4], const Split& a, const float* bloc
         u32 high[4], low[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            high[e] = high_part(v[e]);
+            high[e] = high_part(v[e], mask);
             low[e] = low_part(v[e], high[e]);
         }
 #pragma unroll
@@ -73,7 +74,7 @@ DEVICE void invert_block(float* block, int lane) {
 // the blocks above them.
 // As y = X^T: a block of y holds rows i, i + 8 and columns 4 t + 2 b, + 1 of block r. With the inverted diagonal blocks D,
 // X_rc = -D_r sum_n L_rn X_nc over blocks n from c to r - 1; each X_nc goes into all sums at once, which wait for nothing else.
-DEVICE void store_columns(u8* memory, bf16* A, int own, int lane, bool whole) {
+DEVICE void store_columns(u8* memory, bf16* A, int own, int lane, bool whole, u32 mask) {
     const int i = lane >> 2, t = lane & 3;
     const float* const square = (const float*)(memory + ROWS);
     const float* const mine = square + (4 * (i >> 1) + (i & 1)) * L_STRIDE + 4 * t;
@@ -96,13 +97,13 @@ DEVICE void store_columns(u8* memory, bf16* A, int own, int lane, bool whole) {
             for (int b = 0; b < 2; b++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) sum[r][b][e] = -sum[r][b][e];
-            split(a, sum[r]);
-            times_transposed(y, a, mine + 16 * r * (L_STRIDE + 1));
+            split(a, sum[r], mask);
+            times_transposed(y, a, mine + 16 * r * (L_STRIDE + 1), mask);
         }
         if (r >= own) {
-            split(a, y);
+            split(a, y, mask);
 #pragma unroll
-            for (int below = r + 1; below < 4; below++) times_transposed(sum[below], a, mine + 16 * below * L_STRIDE + 16 * r);
+            for (int below = r + 1; below < 4; below++) times_transposed(sum[below], a, mine + 16 * below * L_STRIDE + 16 * r, mask);
         }
         u32 m[4];
 #pragma unroll

@@ -2,7 +2,7 @@
 #pragma once
 #include "device.h"
 
-// K: channels, 64 or 128. G_FLOAT: g is float, else bfloat16. BLOCKS: of a multiprocessor.
+// K: channels, 64 or 128. G_FLOAT: g is float, else bfloat16. BLOCKS: of a multiprocessor. FULL: see prepare.cu.
 constexpr int CHUNK = 64, TILE = 32, THREADS = 256, GROUPS = K / 32;
 constexpr int SUM_STRIDE = K + 4, L_STRIDE = 80, A_STRIDE = 72;  // elements of a row, against bank conflicts
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -19,6 +19,7 @@ constexpr int ROW_BYTES = 2 * K, ROWS_OF_K = CHUNK * ROW_BYTES;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST_LOG2 = -150.0f;  // 2^-150 is nothing beside any other term
+constexpr float L2_EPS = 1e-6f;         // added to a sum of squares
 constexpr float LEAST_BETA = 1e-12f;   // a write strength of 0 is computed as this: the gradient divides by it
 
 enum Flags { L2_NORM = 1, GATE = 2, BETA_SIGMOID = 4, BETA_FLOAT = 8, WHOLE = 16 };
@@ -34,6 +35,8 @@ DEVICE uint4 pack8(const float (&x)[8]) {
 DEVICE uint4 times(uint4 v, u32 by) {
     return make_uint4(multiply_pair(v.x, by), multiply_pair(v.y, by), multiply_pair(v.z, by), multiply_pair(v.w, by));
 }
+
+constexpr u32 ONES = 0x3f803f80u;  // a pair of bfloat16
 
 // Where 8 channels of a row of q or k lie, by the number of their 16 bytes: odd rows swap halves of 128 bytes.
 DEVICE int place(int row, int piece) { return row * ROW_BYTES + (piece ^ (row & 1) << 2) * 16; }

@@ -50,8 +50,13 @@ DEVICE void add_up(
 #pragma unroll
         for (int r = 0; r < 8; r++) {
             const u8* const p = raw + (first + r) * (4 * SUM_STRIDE);
+            if (!G_FLOAT && CHANNELS == 2) {
+                const u32 two = *(const u32*)p;
+                z[r][0] = low_half(two), z[r][CHANNELS - 1] = high_half(two);
+            } else {
 #pragma unroll
-            for (int c = 0; c < CHANNELS; c++) z[r][c] = G_FLOAT ? ((const float*)p)[c] : to_float(((const bf16*)p)[c]);
+                for (int c = 0; c < CHANNELS; c++) z[r][c] = G_FLOAT ? ((const float*)p)[c] : to_float(((const bf16*)p)[c]);
+            }
         }
         sync_warp();  // everybody has read what is overwritten now
 #pragma unroll
@@ -66,30 +71,29 @@ DEVICE void add_up(
     }
 }
 
-// Of a row: 1 / |q|, 1 / |k|, and the product of q and k, by the four threads that hold it.
-DEVICE void products_of(float& q_norm, float& k_norm, float& both, const u8* rows, int row, int t, bool normalised) {
-    float qq = 0.0f, kk = 0.0f, qk = 0.0f;
+// Of 16 rows, by the tensor cores: of_q[h] holds products of rows i + 8 h of q and of k with such of q, of_k[h] with such of k,
+// as `multiply_add` leaves them: what belongs to one row is where `on_diagonal` finds it.
+DEVICE void products_of(float (&of_q)[2][4], float (&of_k)[2][4], const u8* rows, int row, int t) {
 #pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
-        const uint4 v = *(const uint4*)(rows + place(row, 4 * j + t)), w = *(const uint4*)(rows + ROWS_OF_K + place(row, 4 * j + t));
+    for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
-            const float q0 = low_half(word(v, p)), q1 = high_half(word(v, p)), k0 = low_half(word(w, p)), k1 = high_half(word(w, p));
-            qq = fmaf(q0, q0, fmaf(q1, q1, qq));
-            kk = fmaf(k0, k0, fmaf(k1, k1, kk));
-            qk = fmaf(q0, k0, fmaf(q1, k1, qk));
+        for (int e = 0; e < 4; e++) of_q[h][e] = of_k[h][e] = 0.0f;
+#pragma unroll 2
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u8* const own = rows + place(row + 8 * h, 4 * j + t);
+            const uint4 x = *(const uint4*)own, y = *(const uint4*)(own + ROWS_OF_K);
+            const uint4 q = times(x, ONES), k = times(y, ONES);  // by 1: see `against_keys`
+            const u32 first[4] = {q.x, k.x, q.y, k.y}, second[4] = {q.z, k.z, q.w, k.w};
+            multiply_add(of_q[h], first, x.x, x.y);
+            multiply_add(of_k[h], first, y.x, y.y);
+            multiply_add(of_q[h], second, x.z, x.w);
+            multiply_add(of_k[h], second, y.z, y.w);
         }
-    }
-#pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) {
-        qq += shuffle_xor(qq, mask);
-        kk += shuffle_xor(kk, mask);
-        qk += shuffle_xor(qk, mask);
-    }
-    q_norm = normalised ? rsqrt_fast(qq + 1e-6f) : 1.0f;
-    k_norm = normalised ? rsqrt_fast(kk + 1e-6f) : 1.0f;
-    both = qk;
 }
+// Row i's product with its like, in the upper or lower half of a result, by the thread with t = i / 2.
+DEVICE float on_diagonal(const float (&d)[4], int half, int i) { return i & 1 ? d[2 * half + 1] : d[2 * half]; }
 
 // Step 2. `row` and row + 8 are this thread's rows, `group` its first 32 channels, 8 t .. 8 t + 7
 // its channels of them.

@@ -24,7 +24,7 @@ from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.cuda import summary as cuda_summary
 from perilune.ops.kda.gpu.forward import Setting, flat, planned, state_strides
 from perilune.ops.kda.gpu.known import ALIGNMENT
-from perilune.ops.kda.gpu.plan import CHUNK, keep_if_recorded
+from perilune.ops.kda.gpu.plan import CHUNK, keep_if_recorded, only_whole_chunks
 
 PLACE = 1024  # bytes between which the parts of a buffer begin
 
@@ -81,7 +81,7 @@ class Form:
             final_strides = state_strides(torch.empty(self.final_shape, device="meta"), s.state_v_first)
         strides = (0, 0, 0, 0) if args.initial_state is None else state_strides(args.initial_state, s.state_v_first)
         self.backwards: dict[Hashable, Any] = {}  # by how their cotangents lie: `form_backward.BackwardForm`
-        self._prepare = cuda_prepare.laid_out(q, k, g, beta, p.chunk_count, s, whole=False)
+        self._prepare = cuda_prepare.laid_out(q, k, g, beta, p.chunk_count, s, whole=False, full=p.full)
         self._enter = None
         if p.split:
             summary = cuda_summary.laid_out(v, key_dim, p, strides)
@@ -139,7 +139,9 @@ def lay_out(args: Arguments, keep: bool) -> Form | None:
         return None
     q, k, v, g, beta = flats
     s = Setting.of(args, keep)
-    if cuda_scan.unsuitable(v, args.key_dim, torch.bfloat16, q.dtype) or cuda_prepare.unsuitable(q, k, g, beta, s):
+    if cuda_scan.unsuitable(v, args.key_dim, torch.bfloat16, q.dtype):
+        return None
+    if cuda_prepare.unsuitable(q, k, g, beta, s, full=only_whole_chunks(args.offsets)):
         return None
     if any(cuda_fold.unsuitable(args.key_dim, args.value_dim, v.device, reverse) for reverse in {False, keep}):
         return None

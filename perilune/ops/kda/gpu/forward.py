@@ -105,8 +105,8 @@ def prepare(
     out = Prepared(Qd, Kd, Kr, P, A, gamma, strength)
     if not p.chunk_count:
         return out
-    if cuda_prepare.unsuitable(q, k, g, beta, s) is None:
-        cuda_prepare.run(q, k, g, beta, A_log, dt_bias, p.chunks, s, out, whole)
+    if cuda_prepare.unsuitable(q, k, g, beta, s, p.full) is None:
+        cuda_prepare.run(q, k, g, beta, A_log, dt_bias, p.chunks, s, out, whole, p.full)
         return out
     prepare_kernel[(p.chunk_count * heads,)](
         q, k, g, beta, A_log, dt_bias, p.chunks, *out, s.scale, s.lower_bound, -0.5 * s.lower_bound, s.beta_scale,

@@ -70,6 +70,7 @@ class Plan:
         sequences: int32 `[N, 2]`, first unit and units.
         split: True if a sequence has more than one unit.
         width: value channels of a head that a program of the serial kernels takes.
+        full: every chunk has 64 tokens, so that they follow each other.
         filling: until when another stream may not read the tables; None for those that the caller fills.
     """
 
@@ -78,6 +79,7 @@ class Plan:
     sequences: Tensor
     split: bool
     width: int
+    full: bool = False
     filling: Filling | None = None
 
     @property
@@ -95,6 +97,11 @@ class Tables(NamedTuple):
     chunks: np.ndarray
     units: np.ndarray
     sequences: np.ndarray
+
+
+def only_whole_chunks(offsets: tuple[int, ...]) -> bool:
+    """Whether no sequence ends within a chunk."""
+    return not any(offset % CHUNK for offset in offsets)
 
 
 def tables(offsets: tuple[int, ...], target: int) -> Tables:
@@ -161,7 +168,7 @@ def _plan(offsets: tuple[int, ...], target: int, width: int, device: torch.devic
         numbers = numbers.to(device)
     parts = zip(numbers.split(lengths), found, strict=True)
     chunks, units, sequences = (part[: table.size].view(table.shape) for part, table in parts)
-    return Plan(chunks, units, sequences, len(units) > len(sequences), width, filling)
+    return Plan(chunks, units, sequences, len(units) > len(sequences), width, only_whole_chunks(offsets), filling)
 
 
 @lru_cache(maxsize=64)
