@@ -124,7 +124,8 @@ def test_everything_below_the_leaves_imports_without_the_libraries_of_the_leaves
     ]
     # Files of Triton kernels are imported once `select` has chosen them; `triton` in their path says what they need. So are
     # the files that launch KDA's, which stand between its Triton and its CUDA kernels.
-    launchers = {f"perilune.ops.kda.gpu.{name}" for name in ("autograd", "backward", "forward", "states")}
+    names = ("autograd", "backward", "fold", "form_backward", "forms", "forward", "states")
+    launchers = {f"perilune.ops.kda.gpu.{name}" for name in names}
     modules = [name for name in modules if "triton" not in name and name not in launchers]
     libraries = {
         "starlette",
