@@ -21,7 +21,7 @@ from perilune.model.packing import Packing
 from perilune.model.paged import PagedRows
 from perilune.ops.kda import Planned
 from perilune.ops.kda.gpu.padded_plan import Room as Tables
-from perilune.ops.kda.gpu.states import place_marks
+from perilune.ops.kda.gpu.padded_plan import place_marks
 from perilune.ops.mla.packed import CachedChunks
 from perilune.ops.packed_conv import Chunks
 from perilune.serve.cache import Chunk

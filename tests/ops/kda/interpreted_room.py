@@ -11,9 +11,8 @@ from torch import Tensor
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda import Planned, chunk_kda, packed_kda_states, planned_kda_states
-from perilune.ops.kda.gpu.padded_plan import NEVER, Room
+from perilune.ops.kda.gpu.padded_plan import NEVER, Room, place_marks
 from perilune.ops.kda.gpu.plan import Plan
-from perilune.ops.kda.gpu.states import place_marks
 
 BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "safe_gate": True}
 OFFSETS = (0, 20, 90)

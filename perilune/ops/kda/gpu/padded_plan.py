@@ -7,7 +7,9 @@ ends no sequence, so that all that the backward pass sums over chunks is defined
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -87,3 +89,19 @@ class Room:
         own = units[len(found.units) : len(found.units) + len(unused)]
         own[:, 0], own[:, 1] = unused, 1
         return np.concatenate([table.ravel() for table in (chunks, units, found.sequences)])
+
+
+def place_marks(offsets: tuple[int, ...], marks: Sequence[tuple[int, int]], chunks: int) -> np.ndarray:
+    """Of each of a plan's `chunks` the number of the state that is wanted behind it, or -1: int32.
+
+    Args:
+        offsets: boundaries of the sequences.
+        marks: pairs of a sequence and a multiple of a chunk inside it.
+        chunks: rows of the plan's table.
+    """
+    counts = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
+    first = list(accumulate(counts, initial=0))  # chunk of each sequence
+    slots = np.full(chunks, -1, np.int32)
+    for place, (sequence, tokens) in enumerate(marks):
+        slots[first[sequence] + tokens // CHUNK - 1] = place
+    return slots

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.gpu import known
 from perilune.ops.kda.gpu.forms import lay_out
 from perilune.ops.kda.gpu.forward import Setting, flat, forward
+from perilune.ops.kda.gpu.padded_plan import place_marks
 from perilune.ops.kda.gpu.plan import CHUNK
 
 
@@ -37,16 +37,6 @@ def _slots(offsets: tuple[int, ...], marks: tuple[tuple[int, int], ...], device:
 def kda_gpu_states(args: Arguments, marks: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernels without gradients; `marks` are pairs of a sequence and a multiple of a chunk inside it."""
     return kda_gpu_planned(args, _slots(args.offsets, tuple(marks), args.q.device), len(marks))
-
-
-def place_marks(offsets: tuple[int, ...], marks: Sequence[tuple[int, int]], chunks: int) -> np.ndarray:
-    """`Exports.slot` of a plan with `chunks` rows, int32; marks as for `kda_gpu_states`."""
-    counts = [-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets)]
-    first = list(accumulate(counts, initial=0))  # chunk of each sequence
-    slots = np.full(chunks, -1, np.int32)
-    for place, (sequence, tokens) in enumerate(marks):
-        slots[first[sequence] + tokens // CHUNK - 1] = place
-    return slots
 
 
 def kda_gpu_planned(args: Arguments, slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
