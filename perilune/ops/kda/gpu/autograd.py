@@ -104,9 +104,8 @@ class _FormFunction(torch.autograd.Function):
         o, final, buffer = form.forward(q, k, v, g, beta, A_log, dt_bias, state)
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, buffer)
         ctx.form = form
-        ctx.set_materialize_grads(
-            False
-        )  # the cotangent of a final state that nobody used need not be filled with zeros
+        # The cotangent of a final state that nobody used need not be filled with zeros.
+        ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod

@@ -11,6 +11,7 @@ from perilune.ops.kda.cuda import scan_backward as cuda_scan_backward
 from perilune.ops.kda.gpu.forms import Form, Parts, unit_strides
 from perilune.ops.kda.gpu.forward import flat, state_strides
 from perilune.ops.kda.gpu.known import ALIGNMENT
+from perilune.ops.kda.gpu.plan import keep_if_recorded
 
 NONE = (0, 0, 0, 0)  # strides of a state that is not there
 
@@ -63,6 +64,7 @@ class BackwardForm:
         """Queue the pass: gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, those absent None."""
         form = self._form
         p, device = form.plan, form.device
+        keep_if_recorded(p)
         *x, U, S, M = form.parts.within(buffer)
         between = v.new_empty(self._parts.bytes // 2)
         dS, N, out = self._parts.within(between)
