@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -156,18 +156,19 @@ def keep_if_recorded(p: Plan) -> None:
 @lru_cache(maxsize=64)
 def _plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
     found = tables(offsets, target)
-    lengths = [-(-table.size // 4) * 4 for table in found]  # each begins at a multiple of 16 bytes
-    numbers = torch.zeros(sum(lengths), dtype=torch.int32)
-    for part, table in zip(numbers.split(lengths), found, strict=True):
-        part[: table.size] = torch.from_numpy(table.ravel())
+    begins = list(accumulate((-(-table.size // 4) * 4 for table in found), initial=0))  # multiples of 16 bytes
+    flat = np.zeros(begins[-1], np.int32)
+    for begin, table in zip(begins, found):
+        flat[begin : begin + table.size] = table.ravel()
+    numbers = torch.from_numpy(flat)
     filling = None
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         # From pinned memory, which torch keeps until it is read: the host goes on. A recording would hold the copy, not make it.
         numbers, filling = numbers.pin_memory().to(device, non_blocking=True), Filling(device)
     else:
         numbers = numbers.to(device)
-    parts = zip(numbers.split(lengths), found, strict=True)
-    chunks, units, sequences = (part[: table.size].view(table.shape) for part, table in parts)
+    parts = (numbers[begin : begin + table.size].view(table.shape) for begin, table in zip(begins, found))
+    chunks, units, sequences = parts
     return Plan(chunks, units, sequences, len(units) > len(sequences), width, only_whole_chunks(offsets), filling)
 
 
