@@ -224,11 +224,6 @@ def mla_decode_many_heads():
     return cached_case(96, 2)
 
 
-@case
-def mla_decode_pairs():
-    return cached_case(96, 1)
-
-
 def depth_inputs(count: int, width: int) -> Inputs:
     x = {f"source {i}_": normal(70, width) for i in range(count)}
     weights = {

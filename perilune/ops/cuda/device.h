@@ -23,8 +23,6 @@ typedef u16 bf16;
 
 // A kernel: KERNEL(threads of a block, blocks that shall fit a multiprocessor) name(parameters) { ... }
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-// One whose blocks come in clusters of `size` along x, on multiprocessors that reach each other's shared memory.
-#define KERNEL_OF_CLUSTERS(threads, blocks, size) extern "C" __global__ void __cluster_dims__(size, 1, 1) __launch_bounds__(threads, blocks)
 // The block's dynamic shared memory, at least 128-byte aligned: SHARED(name); then name is an u8*.
 #define SHARED(name) extern __shared__ __align__(1024) u8 name[]
 #define DEVICE static __device__ __forceinline__
@@ -232,17 +230,6 @@ template <bool ACROSS> DEVICE void warpgroup_multiply(float (&d)[128], u64 a, u6
         "+f"(d[126]), "+f"(d[127])
         : "l"(a), "l"(b), "r"((int)add), "n"((int)ACROSS));
 }
-// 48 columns; the left operand may lie ACROSS like a right one: its 64 rows along the rows of memory, K down them.
-template <bool LEFT_ACROSS, bool ACROSS> DEVICE void warpgroup_multiply(float (&d)[24], u64 a, u64 b, bool add) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23},"
-        "%24, %25, p, 1, 1, %27, %28;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "l"(a), "l"(b), "r"((int)add), "n"((int)LEFT_ACROSS), "n"((int)ACROSS));
-}
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // warpgroup: the products since the last commit are a group; wait until at most PENDING groups are under way.
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -284,36 +271,6 @@ DEVICE void phase_wait(u64* phase, int parity) {
     asm volatile(
         "{.reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
         :: "r"(shared_address(phase)), "r"(parity) : "memory");
-}
-
-// The next phase to end also waits for `bytes` that `copy_tile` brings; this thread arrives.
-DEVICE void phase_arrive_expecting(u64* phase, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(phase)), "r"(bytes) : "memory");
-}
-
-// A cluster: this block's number in it; a barrier of all of its threads; arrival at a phase that lies where `phase` does, in the
-// block of number `rank`. Phases that other blocks arrive at, or copy by, are begun before a cluster_sync.
-DEVICE int cluster_rank() { u32 rank; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return (int)rank; }
-DEVICE void cluster_sync() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE void phase_arrive_at(u64* phase, int rank) {
-    asm volatile(
-        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
-        :: "r"(shared_address(phase)), "r"(rank) : "memory");
-}
-
-// A tensor [outer, rows, channels] of bfloat16 as the copying unit knows it, made by tile_map.py; a kernel's parameter, `TILE_MAP name`,
-// at byte 112 of the parameters or a multiple of 128 further on: parameters begin 16 bytes beyond a multiple of 64.
-struct alignas(64) TileMap { u64 words[16]; };
-#define TILE_MAP const __grid_constant__ TileMap
-// One thread: copy a tile of 64 channels and as many rows as the map says, laid out as `in_block` has it, from where its first
-// number lies in the tensor; what lies outside is zeros. To the same place of every block of the cluster whose bit in `blocks` is set,
-// where it counts for the phase that lies at `phase`. `to` begins at row 8 n of an operand.
-DEVICE void copy_tile(void* to, const TileMap& map, int channel, int row, int outer, u64* phase, int blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
-        :: "r"(shared_address(to)), "l"(&map), "r"(channel), "r"(row), "r"(outer), "r"(shared_address(phase)), "h"((u16)blocks) : "memory");
 }
 
 // warpgroup: registers of a thread from here on. A block has what its threads were launched with, and one warpgroup has to give

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -131,18 +130,6 @@ def launch(
         _enter(device)
         status = call()
     _checked(status, "cuLaunchKernelEx" if early else "cuLaunchKernel")
-
-
-def encode_tiles(target: int, kind: int, rank: int, pointer: int, *description: Any) -> None:
-    """Describe a tensor to the copying unit: cuTensorMapEncodeTiled, into 128 bytes at `target`, a multiple of 64.
-
-    Raises:
-        CudaError: the description is refused.
-    """
-    status = _found().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target), kind, ctypes.c_uint(rank), ctypes.c_void_p(pointer), *description
-    )
-    _checked(status, "cuTensorMapEncodeTiled")
 
 
 def _enter(device: int) -> None:

@@ -34,8 +34,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __forceinline__ inline
 #define DEVICE static inline
 #define KERNEL(threads, blocks) static void
-#define KERNEL_OF_CLUSTERS(threads, blocks, size) static const int of_clusters = emulator::cluster = size; static void
-#define SHARED(name) u8* const name = emulator::shared_of(emulator::rank())
+#define SHARED(name) u8* const name = emulator::block.shared
 
 inline u32 bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 inline float from_bits(u32 x) { float y; memcpy(&y, &x, 4); return y; }
@@ -44,7 +43,7 @@ struct EmulatedPhase;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 2048, BARRIERS = 16, GUARD = 1024, MAX_CLUSTER = 8;  // threads of a cluster
+constexpr int WARP = 32, MAX_THREADS = 1024, BARRIERS = 16, GUARD = 1024;
 constexpr size_t STACK = 256 * 1024;
 
 struct Index { u32 x, y, z; };
@@ -59,7 +58,7 @@ struct Product {
     int columns;
     u32 a[4];
     u64 left, b;  // left: the left operand where it lies in shared memory, else 0
-    bool add, left_across, across;
+    bool add, across;
 };
 
 struct Thread {
@@ -77,12 +76,12 @@ struct Thread {
     bool products_begun;
 };
 
-struct Block {  // or a cluster of blocks, whose fibers are numbered on
+struct Block {
     Index index, grid;
-    int threads, order;  // threads of one block
-    u8* shared;          // of the first block; that of the next `stride` bytes further on
-    size_t shared_bytes, stride;
-    int arrived[MAX_CLUSTER][BARRIERS], arrived_in_cluster;
+    int threads, order;
+    u8* shared;
+    size_t shared_bytes;
+    int arrived[BARRIERS];
     bool at_barrier[BARRIERS][MAX_THREADS];
     int in_warp[MAX_THREADS / WARP];
     void (*enter)();
@@ -92,7 +91,6 @@ struct Block {  // or a cluster of blocks, whose fibers are numbered on
 };
 
 static Block block;
-static int cluster = 1;  // blocks of one
 static std::vector<Thread> threads;
 static std::vector<u8> stacks;
 static Thread* current;
@@ -104,9 +102,6 @@ static std::vector<std::pair<EmulatedPhase*, Thread*>> waiters;  // for phases t
 }
 
 inline int number() { return int(current - threads.data()); }
-inline int rank() { return number() / block.threads; }
-inline u8* shared_of(int rank) { return block.shared + rank * block.stride; }
-inline Index index() { return {block.index.x + (u32)rank(), block.index.y, block.index.z}; }
 
 // Hand over to the scheduler until somebody clears `waiting`.
 __attribute__((noinline)) static void wait() {
@@ -137,23 +132,17 @@ __attribute__((noinline)) static void resume(Thread& thread) {
 inline void barrier(int id, int count, bool waits) {
     if (id < 0 || id >= BARRIERS || count % WARP || count > block.threads) fail("a barrier of this number or size does not exist", number());
     block.at_barrier[id][number()] = waits;
-    if (++block.arrived[rank()][id] < count) {
+    if (++block.arrived[id] < count) {
         if (waits) wait();
         return;
     }
-    block.arrived[rank()][id] = 0;
-    for (int i = rank() * block.threads; i < (rank() + 1) * block.threads; i++)
+    block.arrived[id] = 0;
+    for (int i = 0; i < block.threads; i++)
         if (block.at_barrier[id][i]) {
             block.at_barrier[id][i] = false;
             threads[i].waiting = false;
         }
     current->waiting = false;
-}
-
-inline void cluster_barrier() {
-    if (++block.arrived_in_cluster < (int)threads.size()) return wait();
-    block.arrived_in_cluster = 0;
-    for (Thread& thread : threads) thread.waiting = false;
 }
 
 // All lanes bring their operands; the last one computes for all of them.
@@ -177,17 +166,13 @@ template <class Compute> inline void together(Instruction instruction, Compute c
 }
 
 inline void run_block() {
-    for (int r = 0; r < cluster; r++) {
-        memset(shared_of(r) - GUARD, 0xA5, block.shared_bytes + 2 * GUARD);
-        memset(shared_of(r), 0xFF, block.shared_bytes);
-    }
-    block.arrived_in_cluster = 0;
+    memset(block.shared - GUARD, 0xA5, block.shared_bytes + 2 * GUARD);
+    memset(block.shared, 0xFF, block.shared_bytes);
     memset(block.arrived, 0, sizeof block.arrived);
     memset(block.at_barrier, 0, sizeof block.at_barrier);
     memset(block.in_warp, 0, sizeof block.in_warp);
     waiters.clear();
-    const int count = (int)threads.size();
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < block.threads; i++) {
         Thread& t = threads[i];
         t.started = t.finished = t.waiting = false;
         t.met = NONE;
@@ -203,7 +188,7 @@ inline void run_block() {
         t.start.uc_link = nullptr;
         makecontext(&t.start, body, 0);
     }
-    const int warps = count / WARP;
+    const int warps = block.threads / WARP;
     bool progress;
     do {  // a warp runs until all its lanes wait at a barrier, then the next one
         progress = false;
@@ -213,7 +198,7 @@ inline void run_block() {
                 ran = false;
                 for (int l = 0; l < WARP; l++) {
                     const int i = w * WARP + l;
-                    Thread& t = threads[block.order ? count - 1 - i : i];
+                    Thread& t = threads[block.order ? block.threads - 1 - i : i];
                     if (t.finished || t.waiting) continue;
                     resume(t);
                     ran = progress = true;
@@ -223,7 +208,7 @@ inline void run_block() {
             block.passed_on = false;
         }
     } while (progress);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < block.threads; i++) {
         if (!threads[i].finished)
             fail(threads[i].met == NONE ? "waits at a barrier that the others never reach" : "waits for lanes that never come", i);
         for (auto& group : threads[i].groups)
@@ -231,9 +216,8 @@ inline void run_block() {
         if (!threads[i].open.empty()) fail("ended with a copy under way", i);
         if (!threads[i].open_products.empty() || !threads[i].product_groups.empty()) fail("ended with a product under way", i);
     }
-    for (int r = 0; r < cluster; r++)
-        for (int i = 0; i < GUARD; i++)
-            if (shared_of(r)[-1 - i] != 0xA5 || shared_of(r)[block.shared_bytes + i] != 0xA5) fail("wrote beyond shared memory", r * block.threads);
+    for (int i = 0; i < GUARD; i++)
+        if (block.shared[-1 - i] != 0xA5 || block.shared[block.shared_bytes + i] != 0xA5) fail("wrote beyond shared memory", 0);
 }
 
 // The kernel's parameters out of a buffer laid out as the driver takes it: each at its natural alignment.
@@ -268,19 +252,14 @@ inline int run(void (*kernel)(A...), const u8* buffer, size_t size, const u32* g
     block.passed_on = false;
     block.grid = {grid[0], grid[1], grid[2]};
     block.shared_bytes = shared;
-    block.stride = (shared + 2 * GUARD + 1023) / 1024 * 1024;
-    std::vector<u8> memory(cluster * block.stride + 1024);
+    std::vector<u8> memory(shared + 2 * GUARD + 1024);
     block.shared = (u8*)(((size_t)memory.data() + GUARD + 1023) / 1024 * 1024);
-    if (grid[0] % cluster || cluster > MAX_CLUSTER || cluster * count > MAX_THREADS) {
-        snprintf(message, 256, "clusters of %d blocks of %d threads in a grid of %u", cluster, count, grid[0]);
-        return 1;
-    }
-    threads.resize(cluster * count);
-    if (stacks.size() < threads.size() * STACK) stacks.resize(threads.size() * STACK);
+    threads.resize(count);
+    if (stacks.size() < count * STACK) stacks.resize(count * STACK);
     if (_setjmp(block.failure)) return 1;
     for (u32 z = 0; z < grid[2]; z++)
         for (u32 y = 0; y < grid[1]; y++)
-            for (u32 x = 0; x < grid[0]; x += cluster) {
+            for (u32 x = 0; x < grid[0]; x++) {
                 block.index = {x, y, z};
                 run_block();
             }
@@ -297,8 +276,8 @@ inline float half_of(u32 two, int which) { return from_bits(which ? two & 0xffff
 
 }  // namespace emulator
 
-#define threadIdx (emulator::Index{(u32)(emulator::number() % emulator::block.threads), 0, 0})
-#define blockIdx (emulator::index())
+#define threadIdx (emulator::Index{(u32)emulator::number(), 0, 0})
+#define blockIdx (emulator::block.index)
 #define gridDim (emulator::block.grid)
 
 inline float exp2_fast(float x) { return emulator::flushed(std::exp2(x)); }
@@ -421,7 +400,7 @@ template <int PENDING> inline void copy_wait() {
     }
 }
 
-inline u32 shared_address(const void* p) { return (u32)((const u8*)p - emulator::shared_of(emulator::rank())); }
+inline u32 shared_address(const void* p) { return (u32)((const u8*)p - emulator::block.shared); }
 inline void publish_operands() {}
 inline void held(u32 (&)[4]) {}
 template <int N> inline void held(float (&)[N]) {}
@@ -435,7 +414,7 @@ inline float operand_at(u64 b, bool across, int k, int n) {
     at ^= (at >> 7 & 7) << 4;
     if (b >> 62 != 1 || at + 2 > block.shared_bytes) fail("no such operand in shared memory", number());
     u16 value;
-    memcpy(&value, shared_of(rank()) + at, 2);
+    memcpy(&value, block.shared + at, 2);
     return from_bits((u32)value << 16);
 }
 
@@ -455,7 +434,7 @@ inline void multiply_group(Thread* lanes) {
         }
         const int first_row = int(lanes - threads.data()) / WARP % 4 * 16;
         for (int r = 0; first.left && r < 16; r++)
-            for (int k = 0; k < 16; k++) left[r][k] = operand_at(first.left, first.left_across, k, first_row + r);
+            for (int k = 0; k < 16; k++) left[r][k] = operand_at(first.left, false, k, first_row + r);
         for (int i = 0; i < WARP; i++) {
             float* d = lanes[i].results[lanes[i].product_groups.front()[p].d].data();
             for (int j = 0; j < first.columns / 2; j++) {
@@ -483,24 +462,21 @@ inline void multiply_group(Thread* lanes) {
 }
 }  // namespace emulator
 
-template <int N> inline void emulated_product(float (&d)[N], const u32* a, u64 left, u64 b, bool add, bool left_across, bool across) {
+template <int N> inline void emulated_product(float (&d)[N], const u32* a, u64 left, u64 b, bool add, bool across) {
     emulator::Thread& thread = *emulator::current;
     if (!thread.products_begun) emulator::fail("a product without products_begin before it", emulator::number());
     if (!thread.results.count(d)) {
         thread.results[d].assign(d, d + N);
         memset(d, 0xFF, sizeof d);
     }
-    thread.open_products.push_back({d, 2 * N, {}, left, b, add, left_across, across});
+    thread.open_products.push_back({d, 2 * N, {}, left, b, add, across});
     if (a) memcpy(thread.open_products.back().a, a, 16);
 }
 template <bool ACROSS, int N> inline void warpgroup_multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool add) {
-    emulated_product(d, a, 0, b, add, false, ACROSS);
+    emulated_product(d, a, 0, b, add, ACROSS);
 }
 template <bool ACROSS, int N> inline void warpgroup_multiply(float (&d)[N], u64 a, u64 b, bool add) {
-    emulated_product(d, nullptr, a, b, add, false, ACROSS);
-}
-template <bool LEFT_ACROSS, bool ACROSS, int N> inline void warpgroup_multiply(float (&d)[N], u64 a, u64 b, bool add) {
-    emulated_product(d, nullptr, a, b, add, LEFT_ACROSS, ACROSS);
+    emulated_product(d, nullptr, a, b, add, ACROSS);
 }
 inline void products_begin() { emulator::current->products_begun = true; }
 inline void products_commit() {
@@ -517,12 +493,13 @@ template <int PENDING> inline void products_wait() {
 // A phase as 8 bytes of shared memory. What a copy's arrival counts is made on the spot: whoever reads without waiting, or
 // lets a place be filled again too early, shows in one of the two orders.
 struct EmulatedPhase {
-    u16 count, missing, ended;
-    short owed;  // bytes / 16 that copies have still to bring
+    u16 count, missing;
+    u32 ended;
 };
 namespace emulator {
-inline void may_end(EmulatedPhase* phase) {
-    if (phase->missing || phase->owed) return;
+inline void arrive(EmulatedPhase* phase) {
+    if (phase->missing == 0 || phase->missing > phase->count) fail("more arrivals than the phase counts", number());
+    if (--phase->missing) return;
     phase->missing = phase->count;
     phase->ended++;
     for (auto waiter = waiters.begin(); waiter != waiters.end();) {
@@ -532,16 +509,9 @@ inline void may_end(EmulatedPhase* phase) {
     }
     pass_on();  // so that what the arrival allowed happens before whatever its thread should have done first
 }
-inline void arrive(EmulatedPhase* phase) {
-    if (phase->missing == 0 || phase->missing > phase->count) fail("more arrivals than the phase counts", number());
-    phase->missing--;
-    may_end(phase);
-}
-// What lies where `p` does, in the block of that rank.
-template <class T> inline T* at_rank(T* p, int r) { return (T*)((u8*)p - shared_of(rank()) + shared_of(r)); }
 }  // namespace emulator
 
-inline void phase_begin(u64* phase, int count) { *(EmulatedPhase*)phase = {(u16)count, (u16)count, 0, 0}; }
+inline void phase_begin(u64* phase, int count) { *(EmulatedPhase*)phase = {(u16)count, (u16)count, 0}; }
 inline void phase_arrive(u64* phase) { emulator::arrive((EmulatedPhase*)phase); }
 inline void phase_arrive_by_copies(u64* phase) {
     copy_commit();
@@ -555,36 +525,6 @@ inline void phase_wait(u64* phase, int parity) {
         emulator::wait();
     }
 }
-inline void phase_arrive_expecting(u64* phase, int bytes) {
-    ((EmulatedPhase*)phase)->owed += bytes / 16;
-    emulator::arrive((EmulatedPhase*)phase);
-}
-inline int cluster_rank() { return emulator::rank(); }
-inline void cluster_sync() { emulator::cluster_barrier(); }
-inline void phase_arrive_at(u64* phase, int rank) { emulator::arrive((EmulatedPhase*)emulator::at_rank(phase, rank)); }
-
-// As tile_map.py makes it for the emulator: address; outer, rows, channels; bytes from one outer, one row to the next; rows of a tile.
-struct TileMap { u64 words[16]; };
-#define TILE_MAP const TileMap
-inline void copy_tile(void* to, const TileMap& map, int channel, int row, int outer, u64* phase, int blocks) {
-    const u64* w = map.words;
-    if (shared_address(to) % 1024) emulator::fail("a tile begins at row 8 n of an operand", emulator::number());
-    for (int rank = 0; rank < emulator::cluster; rank++) {
-        if (!(blocks >> rank & 1)) continue;
-        u8* const target = emulator::at_rank((u8*)to, rank);
-        for (int r = 0; r < (int)w[6]; r++)
-            for (int p = 0; p < 8; p++) {
-                u8* const piece = target + 128 * r + ((p ^ (r & 7)) << 4);
-                const bool there = outer >= 0 && (u64)outer < w[1] && row + r >= 0 && (u64)(row + r) < w[2] && (u64)(channel + 8 * p) < w[3];
-                if (there) memcpy(piece, (const u8*)w[0] + outer * w[4] + (row + r) * w[5] + 2 * (channel + 8 * p), 16);
-                else memset(piece, 0, 16);
-            }
-        EmulatedPhase* const arrival = (EmulatedPhase*)emulator::at_rank(phase, rank);
-        arrival->owed -= short(8 * w[6]);
-        emulator::may_end(arrival);
-    }
-}
-
 template <int COUNT> inline void registers_give() {}
 template <int COUNT> inline void registers_take() {}
 

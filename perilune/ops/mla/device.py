@@ -51,7 +51,7 @@ def context(
     """
     batch, count, width = query_BQL.shape
     capacity = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
-    runs = runs_of(batch, cuda.tiles(count), blocks(capacity, cuda.KEYS), units(query_BQL.device))
+    runs = runs_of(batch, blocks(count, cuda.ROWS), blocks(capacity, cuda.KEYS), units(query_BQL.device))
     out = torch.empty_like(query_BQL)
     sums = torch.empty(runs, 2, count, width, device=out.device)
     logs = torch.empty(runs, 2, count, device=out.device)

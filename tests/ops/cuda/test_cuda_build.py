@@ -29,7 +29,6 @@ SIZES = {
     "latent": 64,
     "second": 64,
     "shared": 64,
-    "sharers": 2,
     "units": 2,
     "rows": 2,
 }  # others: 4

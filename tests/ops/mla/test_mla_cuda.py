@@ -9,7 +9,6 @@ from torch import Tensor
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.mla import attend_cached, attend_latent, decode, device, latent
-from perilune.ops.mla.cuda import decode as cuda
 from perilune.ops.mla.cuda.merge import merge
 
 pytestmark = [
@@ -21,7 +20,6 @@ SCALE = 0.05
 CASES = [  # B, T, H, lengths, room, runs
     (1, 1, 20, (300,), 320, 1),  # an odd number of blocks, the last one cut
     (4, 1, 70, (0, 64, 200, 129), 256, 3),  # two tiles; runs of 3 blocks: 0 | 64 | 200-, -200 | 129-, -129
-    (1, 1, 97, (130,), 192, 2),  # three tiles of 48
     (
         2,
         3,
@@ -75,13 +73,6 @@ def run(inputs: dict[str, Tensor], backwards: bool = False) -> Tensor:
         return attend_cached(**inputs, scale=SCALE)
 
 
-@pytest.fixture(params=[False, True], ids=["rows", "columns"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels take every call."""
-    monkeypatch.setattr(cuda, "by_columns", lambda _: request.param)
-
-
-@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lengths_pages_and_both_orders(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "runs_of", lambda *_: case[-1])
@@ -96,7 +87,6 @@ def test_lengths_pages_and_both_orders(case: tuple, monkeypatch: pytest.MonkeyPa
         assert torch.equal(other, got), "pages hold the same rows; the order of threads is free"
 
 
-@pytest.mark.usefixtures("form")
 def test_a_cut_cache_of_one_length() -> None:
     inputs = operands((1, 2, 24, (130,), 130, 1))
     parts = inputs["cache_BSC"].split((512, 64), -1)
@@ -107,14 +97,12 @@ def test_a_cut_cache_of_one_length() -> None:
     assert float((got.double() - truth(inputs)).norm() / truth(inputs).norm()) < 6e-3
 
 
-@pytest.mark.usefixtures("form")
 def test_nan_in_a_seen_row_shows() -> None:
     inputs = operands(CASES[0])
     inputs["cache_BSC"][0, 299, 3] = torch.nan
     assert run(inputs).isnan().all()
 
 
-@pytest.mark.usefixtures("form")
 def test_scores_that_grow_by_far_and_by_little() -> None:
     """What weights are relative to follows the scores; from block to block they grow by 3, then by 300."""
     inputs = operands((1, 1, 24, (64 * 7,), 64 * 7, 1))

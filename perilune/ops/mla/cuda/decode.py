@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.cuda import Kernel
-from perilune.ops.mla.cuda import columns, merge
+from perilune.ops.mla.cuda import merge
 
 LATENT = 512  # channels that the kernel is written for
 EXTRAS = (0, 64)  # shared channels
@@ -39,11 +39,7 @@ def why_not(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
         return f"the CUDA kernel reads bfloat16, not {str(dtype).removeprefix('torch.')}"
     if width != LATENT:
         return f"the CUDA kernel is written for latents of {LATENT} channels, not {width}"
-    return (
-        kernel(EXTRAS[-1]).unavailable_reason(device)
-        or columns.kernel(EXTRAS[-1], 2).unavailable_reason(device)
-        or merge.kernel().unavailable_reason(device)
-    )
+    return kernel(EXTRAS[-1]).unavailable_reason(device) or merge.kernel().unavailable_reason(device)
 
 
 def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor, scale: float) -> str | None:
@@ -56,19 +52,7 @@ def unsuitable(query_shared_BTHr: Tensor, latent_BSL: Tensor, shared_BSr: Tensor
     tensors = (query_shared_BTHr, latent_BSL, shared_BSr) if extra else (latent_BSL,)
     if any(x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT or any(n % 8 for n in x.stride()[:-1]) for x in tensors):
         return "the CUDA kernel copies 16 bytes at a time: rows must begin at multiples of that"
-    count = query_shared_BTHr.shape[1] * query_shared_BTHr.shape[2]
-    form = columns.kernel_for(count, extra) if by_columns(count) else kernel(extra)
-    return form.unavailable_reason(latent_BSL.device)
-
-
-def by_columns(count: int) -> bool:
-    """Whether `count` rows of a sequence are better the columns of the products, 48 a block, than their rows, 64 a block."""
-    return columns.tiles(count) * columns.COLUMNS < -(-count // ROWS) * ROWS
-
-
-def tiles(count: int) -> int:
-    """Blocks for `count` rows of a sequence."""
-    return columns.tiles(count) if by_columns(count) else -(-count // ROWS)
+    return kernel(extra).unavailable_reason(latent_BSL.device)
 
 
 def attend(
@@ -81,12 +65,8 @@ def attend(
     """
     batch, tokens, heads, extra = query_shared_BTHr.shape
     cached = latent_BSL.shape[1] * (1 if table_BP is None else table_BP.shape[1])
-    if by_columns(tokens * heads):
-        return columns.attend(
-            query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, factor, length_B, table_BP, out_BQL, sums, logs
-        )
     kernel(extra).launch(
-        (tiles(tokens * heads), logs.shape[0]),
+        (-(-tokens * heads // ROWS), logs.shape[0]),
         query_BQL, query_shared_BTHr, latent_BSL, shared_BSr, length_B, table_BP, out_BQL, sums, logs,
         *query_shared_BTHr.stride()[:3], *latent_BSL.stride()[:2], *shared_BSr.stride()[:2],
         0 if table_BP is None else table_BP.stride(0), latent_BSL.shape[1] // KEYS, cached, batch, tokens, heads, factor,
