@@ -46,6 +46,7 @@ class Driver:
         model: greedy answers are drawn from it.
         pages: of the pool.
         limits: of the scheduler.
+        longest: tokens of a sequence, where that matters.
         ahead: a step is launched before the one before it is settled, as the engine does it where it pays off.
 
     Attributes:
@@ -53,23 +54,26 @@ class Driver:
         spoke: when each sequence drew its first token, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, model: Transformer, pages: int, limits: Limits, *, ahead: bool = False) -> None:
+    def __init__(
+        self, model: Transformer, pages: int, limits: Limits, *, longest: int = 1 << 20, ahead: bool = False
+    ) -> None:
         self.geometry = pool_geometry(model.cfg, model.compute_dtype, device=model.device)
         self.cache = HybridCache(self.geometry, pages)
         self.ahead = ahead and pays_off(model.device)
         self.scheduler = Scheduler(self.cache, limits, ahead=self.ahead)
         self.pool = PagePool(model.cfg, self.geometry, pages, model.compute_dtype, model.device)
         self.runner = ModelRunner(
-            model, self.pool, model.cfg.vocab_size, most_rows=limits.sequences, most_tokens=limits.step_tokens
-        )
+            model, self.pool, model.cfg.vocab_size, most_rows=limits.sequences, most_tokens=limits.step_tokens,
+            longest=longest,
+        )  # fmt: skip
         self.scores: dict[str, torch.Tensor] = {}
         self.spoke: dict[str, float] = {}
         self._launched: tuple[Plan, list[Row], Readback] | None = None
         self._names, self._known = itertools.count(), KnownPrompts()
 
-    def warm_up(self, longest: int) -> None:
-        """As a server does before it is ready; `longest`: tokens of a sequence."""
-        for _, run in self.runner.preparations(longest):
+    def warm_up(self) -> None:
+        """As a server does before it is ready."""
+        for _, run in self.runner.preparations():
             run()
 
     def chain(self, ids: list[int]) -> TokenChain:

@@ -56,8 +56,10 @@ class _Condition:
     def __init__(self, model: Transformer, sizes: Sizes, *, budgets: bool, busy: bool) -> None:
         classes = service_classes(sizes.context) if budgets else ONE_CLASS
         limits = Limits(sequences=8, step_tokens=sizes.step_tokens, chunk=sizes.step_tokens, classes=classes)
-        self.driver = Driver(model, pages_of(model, 8 * (sizes.long + 512), 16), limits)
-        self.driver.warm_up(sizes.long + 1)  # sizes of steps are left to chance
+        pages = pages_of(model, 8 * (sizes.long + 512), 16)
+        self.driver = Driver(model, pages, limits, longest=sizes.long + 1)
+        if budgets and busy:  # whose sizes of steps are left to chance; the others soon have had theirs
+            self.driver.warm_up()
         self.model, self.sizes, self.busy = model, sizes, busy
         self.waits: list[float] = []
         self._long: list[Sequence] = []
@@ -76,6 +78,11 @@ class _Condition:
 
     def _prompt(self, tokens: int) -> list[int]:
         return random_ids(self.model, tokens, next(self._seeds))
+
+    def forget(self) -> None:
+        """What was measured so far."""
+        self.waits.clear()
+        self._ran = self._seconds = 0.0
 
     def alone(self) -> float:
         """Seconds of one short prompt."""
@@ -147,7 +154,9 @@ class Waits:
         idle = conditions["idle"]
         gap = self.sizes.gap * statistics.median(idle.alone() for _ in range(9))
         conditions["budgets"].run(EACH, gap)  # the engine learns its pace
-        conditions["budgets"].waits.clear()
+        conditions["one_queue"].run(EACH // 5, gap)
+        for condition in conditions.values():
+            condition.forget()
         for _ in range(self.sizes.rounds):
             for label, condition in conditions.items():
                 condition.run(EACH if label != "one_queue" else EACH // 5, gap)

@@ -38,7 +38,7 @@ COMPILATIONS = "perilune:engine_compilations_total{"
 FIRST_SECONDS = {"short": 1.0, "medium": 4.0, "long": 30.0}
 """Service levels of time to first token; tests of a level are about the share of requests that keep it."""
 EACH_SECONDS = 0.1
-BURST_REQUESTS, BURST_FASTER = 160, 2.5
+BURST_REQUESTS, BURST_FASTER = 128, 2.5
 ABORT_REQUESTS = 96
 WARM_UP = 24  # requests before a server's first load: sizes of decode passes are recorded on a CPU as they come
 AIMS = {"burst_p99_short": 1 / 2, "abort_token_all": 1 / 1.12}  # ratios that rows aim at

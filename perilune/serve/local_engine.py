@@ -89,7 +89,7 @@ class LocalEngine:
         runner = ModelRunner(
             model, pool, tokenizer.vocab_size, deterministic=self.settings.deterministic,
             most_rows=limits.sequences, most_tokens=limits.step_tokens,
-            graphs=self.settings.cuda_graphs,
+            longest=context_length, graphs=self.settings.cuda_graphs,
         )  # fmt: skip
         self._identity = name
         tiers = None
@@ -131,7 +131,7 @@ class LocalEngine:
         if self.images is not None and self.core.runner.launches:
             with contextlib.suppress(ImportError):  # nor pictures
                 self.images.warm_up()
-        seconds = warm_up(self.core, self.tokenizer.vocab_size, self.context_length, progress)
+        seconds = warm_up(self.core, self.tokenizer.vocab_size, progress)
         self.first_uses.begin()
         return seconds
 

@@ -12,7 +12,7 @@ from perilune.serve.schedule import Limits, ServiceClass, service_classes
 from perilune.serve.schedule.pace import PATIENCE
 
 log = logging.getLogger(__name__)
-# One H200 takes 61 ms for 512 tokens of `mini` and as much for 8192: up to there a pass is launches.
+# One H200 takes 5.2 ms for 64 tokens of `mini`, 6.4 for 512, and about twice as much for 8192: small pieces are dear.
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 GRAPHS = "auto", "decode", "off"  # passes that are recorded
 WAYS = "full", "lazy"  # of warming up

@@ -62,13 +62,12 @@ class FirstUses:
             self.count, self.seconds, self.warmed = 0, 0.0, True
 
 
-def warm_up(core: EngineCore, vocabulary: int, longest: int, progress: Progress | None = None) -> float:
+def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None) -> float:
     """Use everything once; returns the seconds it took. Between two pieces the engine answers whoever has come already.
 
     Args:
         core: the engine.
         vocabulary: ids that can be drawn.
-        longest: tokens of a sequence.
         progress: see `Progress`; None = a line in the log now and then.
 
     Raises:
@@ -77,9 +76,9 @@ def warm_up(core: EngineCore, vocabulary: int, longest: int, progress: Progress 
     began = told = time.monotonic()
     runner = core.runner
     device = runner.model.device
-    pieces = [*runner.preparations(longest), ("drawing", lambda: try_draws(vocabulary, device))]
+    pieces = [*runner.preparations(), ("drawing", lambda: try_draws(vocabulary, device))]
     if core.tiers is not None and runner.launches:
-        pieces += core.tiers.preparations(longest)
+        pieces += core.tiers.preparations(runner.longest)
     memory = torch.cuda.memory_reserved(device) if runner.launches else 0
     for number, (what, run) in enumerate(pieces):
         if progress is not None:

@@ -41,14 +41,14 @@ def test_it_changes_nothing_and_tells_how_far_it_is():
 def test_requests_are_answered_between_its_pieces(monkeypatch):
     engine, began = tiny_engine(), threading.Event()
     job = engine.complete([[5, 6, 7]], GREEDY)
-    made = engine.core.runner.preparations(100)
+    made = engine.core.runner.preparations()
 
     def slow():
         began.set()
         list_of.append(1)
 
     list_of: list[int] = []
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda longest: [("slow", slow)] * 50 + made)
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda: [("slow", slow)] * 50 + made)
     thread = threading.Thread(target=engine.warm_up)
     thread.start()
     began.wait(10)
@@ -60,14 +60,14 @@ def test_requests_are_answered_between_its_pieces(monkeypatch):
 
 def test_an_engine_that_closes_ends_it(monkeypatch):
     engine = tiny_engine()
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda longest: [("close", lambda: engine.close(0.0))] * 2)
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda: [("close", lambda: engine.close(0.0))] * 2)
     with pytest.raises(EngineClosed):
         engine.warm_up()
 
 
 def test_lazy_does_nothing(monkeypatch):
     engine = tiny_engine(settings=uncached(warm_up="lazy"))
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda longest: pytest.fail("nothing was asked for"))
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda: pytest.fail("nothing was asked for"))
     assert engine.warm_up() == 0.0 and not engine.first_uses.warmed
     engine.close()
     with pytest.raises(ConfigError, match="allowed: full, lazy"):

@@ -32,7 +32,8 @@ from perilune.serve.runner.rows import DecodeRows, chunk_rows, exactly
 from perilune.serve.schedule import Plan, Row
 from perilune.serve.staging import to_device
 
-LENGTHS = (1, 2, 3, 5, 9, 17, 25, 33, 64, 96, 500, 1024)  # of chunks in whose passes kernels differ
+# Tokens before a chunk and in it, in whose passes kernels differ; a CPU takes the first two.
+WAYS = ((0, 1), (0, 2), *((0, n) for n in (3, 5, 9, 17, 25, 33, 64, 96, 500)), (64, 3), (64, 33), (64, 500))
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class ModelRunner:
         deterministic: decode in groups of rows whose results do not depend on each other, bit by bit.
         most_rows: of a step.
         most_tokens: of a step.
+        longest: tokens of a sequence.
         graphs: which passes are recorded on a GPU, see `EngineSettings.cuda_graphs`.
 
     Attributes:
@@ -88,7 +90,7 @@ class ModelRunner:
 
     def __init__(
         self, model: Transformer, pool: PagePool, vocab_size: int, *, deterministic: bool = False, most_rows: int = 1024,
-        most_tokens: int = 8192, graphs: str = "auto",
+        most_tokens: int = 8192, longest: int = 1 << 20, graphs: str = "auto",
     ) -> None:  # fmt: skip
         self.model, self.pool, self.vocab_size = model.eval(), pool, vocab_size
         self.group = FEW_ROWS if deterministic else 1 << 30
@@ -100,6 +102,7 @@ class ModelRunner:
         self._decoding: dict[int, DecodeRows] = {}
         self._recorded: DecodeGraphs | DecodeRecordings | None = None
         self._prefills: PrefillGraphs | None = None
+        self.longest = longest
         self._choose_recordings(most_tokens, graphs)
 
     def _choose_recordings(self, most_tokens: int, graphs: str) -> None:
@@ -113,7 +116,7 @@ class ModelRunner:
             why_not["prefill"] = off or PrefillGraphs.why_not(model, pool)
             memory = torch.cuda.graph_pool_handle()  # one pass runs at a time
             if why_not["prefill"] is None:
-                self._prefills = PrefillGraphs(model, pool, memory, most_tokens)
+                self._prefills = PrefillGraphs(model, pool, memory, most_tokens, self.longest)
             if why_not["decode"] is None:
                 self._recorded = DecodeGraphs(model, pool, self._inputs, memory)
         elif why_not["decode"] is None:
@@ -122,22 +125,22 @@ class ModelRunner:
             if reason is not None:
                 logger.info("%s passes are not recorded: %s", kind, reason)
 
-    def preparations(self, longest: int) -> list[tuple[str, Callable[[], object]]]:
+    def preparations(self) -> list[tuple[str, Callable[[], object]]]:
         """What makes sure that no request waits for a compiler or a recording: pieces of work, each of below a second once
-        kernels are in their cache, with what they are for. They may run at any time between two steps.
-
-        Args:
-            longest: tokens of a sequence.
-        """
-        pieces: list[tuple[str, Callable[[], object]]] = [("passes as they are", self._try_passes)]
+        kernels are in their cache, with what they are for. They may run at any time between two steps."""
+        pieces: list[tuple[str, Callable[[], object]]] = [("copies of pages", self._try_copies)]
+        for before, tokens in WAYS if self.launches else WAYS[:2]:
+            pieces.append((f"{tokens} tokens as they are", partial(self._try_pass, before, tokens)))
         graphs, prefills = self._recorded, self._prefills
-        if prefills is not None:
+        if prefills is None and self._packs:
+            pieces.append(("prompts together", self._try_together))
+        elif prefills is not None:
             for room in reversed(prefills.rooms):  # the largest first: the others find its memory
                 pieces.append((f"prefill of {room.tokens}", partial(prefills.ready, room)))
         if isinstance(graphs, DecodeGraphs):
             most = rows_of_room(min(self.most_rows, self.group))
             for count in reversed([size for size in SIZES if size <= most]):
-                for width in widths_up_to(self.pool.geometry.pages_for(longest)):
+                for width in widths_up_to(self.pool.geometry.pages_for(self.longest)):
                     pieces.append((f"decoding of {count}", partial(self._ready_to_decode, graphs, count, width)))
         return pieces
 
@@ -147,15 +150,28 @@ class ModelRunner:
         graphs.ready(inputs.filling(count, width))
 
     @torch.inference_mode()
-    def _try_passes(self) -> None:
-        """Passes that are not recorded, and copies of pages; they read and write spare ones only."""
+    def _try_copies(self) -> None:
+        """Copies of pages, spare ones."""
         spare, groups = self.pool.spare, self.pool.geometry.groups
         self.pool.operate([CopyPage(spare.tokens, spare.tokens, 1), ZeroState((spare.unread,) * groups)])
         self.pool.copy((spare.unread,) * groups, (spare.states,) * groups)
-        pages = (spare.tokens,) * self.pool.geometry.pages_for(64 + max(LENGTHS))
-        for before, tokens in itertools.product((0, 64), LENGTHS) if self.launches else ((0, 1), (0, 2)):
-            chunk = Chunk("", 0, before, before + tokens, pages, (spare.states,) * groups, (), ())
-            self._logits(to_device([[0] * tokens], self.model.device), self._rows([chunk]), "all")
+
+    @torch.inference_mode()
+    def _try_together(self) -> None:
+        """Two prompts in a pass that is not recorded."""
+        chunk = Chunk(
+            "", 0, 0, 2, (self.pool.spare.tokens,), (self.pool.spare.states,) * self.pool.geometry.groups, (), ()
+        )
+        rows = self._rows([chunk, chunk])
+        self.model.hidden(to_device([[0] * 4], self.model.device), PagedState(self.pool.layers(rows), rows))
+
+    @torch.inference_mode()
+    def _try_pass(self, before: int, tokens: int) -> None:
+        """A pass that is not recorded, over spare pages."""
+        spare, shape = self.pool.spare, self.pool.geometry
+        pages = (spare.tokens,) * shape.pages_for(before + tokens)
+        chunk = Chunk("", 0, before, before + tokens, pages, (spare.states,) * shape.groups, (), ())
+        self._logits(to_device([[0] * tokens], self.model.device), self._rows([chunk]), "all")
 
     @torch.inference_mode()
     def run(self, plan: Plan, stage: int | None = None) -> Scores:
