@@ -23,18 +23,10 @@
 #include "decode_sums.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 256, WARPS = 8, STAGES = 3;
-#ifndef EARLY_STATES
-#define EARLY_STATES 2
-#endif
 constexpr int ACROSS = K / 4;               // lanes of a row
 constexpr int SIDE = 32 / ACROSS;           // rows that a warp holds side by side
 constexpr int M = V / WARPS / SIDE;         // rows of a lane
 constexpr int R = M / GROUPS;               // of which so many arrive together
-#if INTERLEAVED
-constexpr int STEP = WARPS * SIDE;
-#else
-constexpr int STEP = SIDE;
-#endif
 constexpr int SPREAD = ACROSS / (2 * R);    // lanes that end with one and the same sum
 constexpr int CHANNELS = 2 * K + V;         // of a head, behind the convolution
 
@@ -87,8 +79,8 @@ KERNEL(THREADS, 1) decode(
     const int sum = across / SPREAD;                   // which sum this lane ends with: R of S k, then R of S q
     const bool reads = sum >= R, speaks = reads && across % SPREAD == 0;
     const int mine = side * ACROSS + (reads ? sum - R : sum) * SPREAD;  // the lane with the write of that row
-    const int first = warp * (INTERLEAVED ? SIDE : V / WARPS) + side;  // this lane's rows: first + STEP m
-    const int row_of_sum = first + STEP * (reads ? sum - R : sum);  // of the first group; R rows on, that of the next
+    const int first = warp * (V / WARPS) + side;       // this lane's rows: first + SIDE m
+    const int row_of_sum = first + SIDE * (reads ? sum - R : sum);  // of the first group; R rows on, that of the next
 
     // The slot of a program: below 0 a padding row, `slots` or above one outside the pool.
     auto slot_of = [&](int program) -> i64 {
@@ -144,8 +136,8 @@ KERNEL(THREADS, 1) decode(
         x.beta = beta_logit[row * beta_stride + head];
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            x.gate[g] = gate[row * gate_stride + head * V + row_of_sum + g * R * STEP];
-            x.norm[g] = norm_weight[row_of_sum + g * R * STEP];
+            x.gate[g] = gate[row * gate_stride + head * V + row_of_sum + g * R * SIDE];
+            x.norm[g] = norm_weight[row_of_sum + g * R * SIDE];
         }
         return x;
     };
@@ -156,18 +148,18 @@ KERNEL(THREADS, 1) decode(
         float* to = shared.state[stage] + first * K + 4 * across;
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            if (there) copy_async(to + m * STEP * K, from + m * STEP * K);
+            if (there) copy_async(to + m * SIDE * K, from + m * SIDE * K);
             if (m % R == R - 1) copy_commit();
         }
     };
 
     let_next_start();
-    // Parameters of the first pair and the first states come into the L2 cache meanwhile: the kernel before leaves memory idle as
-    // it ends. What it still writes there, or to the index, does not matter: nothing is read yet that is computed on.
+    // Parameters of the first pair come into the L2 cache meanwhile, and where there is more to do than one pair a block, the first
+    // states: the kernel before leaves memory idle as it ends. What it still writes there, or to the index, does not matter:
+    // nothing is read yet that is computed on.
     for (int c = thread; c < CHANNELS; c += THREADS)
         if (c % 8 == 0) prefetch(conv_weight + channel_of(c, blockIdx.x % heads) * TAPS);
-#pragma unroll
-    for (int s = 0; s < EARLY_STATES; s++) {
+    for (int s = 0; s < 2 && programs > gridDim.x; s++) {
         const int program = blockIdx.x + s * gridDim.x, row = program / heads;
         if (program >= programs) break;
         const i64 slot = INDEXED ? (i64)*(const volatile slot_type*)(index + row) : (i64)row;  // not out of, nor into, the L1 cache
@@ -253,11 +245,11 @@ KERNEL(THREADS, 1) decode(
             wait_for_all_but<3 * GROUPS - 1>(3 * GROUPS - 1 - g);
             float4 S[R];
             float sums[2 * R];
-            const int begin = (first + g * R * STEP) * K + 4 * across;
+            const int begin = (first + g * R * SIDE) * K + 4 * across;
             const float* held = shared.state[stage] + begin;
 #pragma unroll
             for (int m = 0; m < R; m++) {
-                float4 s = *(const float4*)(held + m * STEP * K);
+                float4 s = *(const float4*)(held + m * SIDE * K);
                 s = make_float4(s.x * alpha.x, s.y * alpha.y, s.z * alpha.z, s.w * alpha.w);
                 sums[m] = fmaf(s.w, k.w, fmaf(s.z, k.z, fmaf(s.y, k.y, s.x * k.x)));
                 sums[R + m] = fmaf(s.w, q.w, fmaf(s.z, q.z, fmaf(s.y, q.y, s.x * q.x)));
@@ -265,13 +257,13 @@ KERNEL(THREADS, 1) decode(
             }
             fold<R, ACROSS / 2>(sums, lane);
             // u only where this lane's sum is one of S k, o only where it is one of S q
-            const float u = beta * (shared.mixed[2 * K + row_of_sum + g * R * STEP] - sums[0]);
+            const float u = beta * (shared.mixed[2 * K + row_of_sum + g * R * SIDE] - sums[0]);
             o[g] = scale * fmaf(shuffle(u, mine), cross, sums[0]);
             float* to = state + slot * state_slot + head * state_head + begin;
 #pragma unroll
             for (int m = 0; m < R; m++) {
                 const float w = shuffle(u, side * ACROSS + m * SPREAD);
-                *(float4*)(to + m * STEP * K) =
+                *(float4*)(to + m * SIDE * K) =
                     make_float4(fmaf(w, k.x, S[m].x), fmaf(w, k.y, S[m].y), fmaf(w, k.z, S[m].z), fmaf(w, k.w, S[m].w));
             }
             squares += speaks ? o[g] * o[g] : 0.0f;
@@ -286,7 +278,7 @@ KERNEL(THREADS, 1) decode(
         if (speaks)
 #pragma unroll
             for (int g = 0; g < GROUPS; g++)
-                target[row_of_sum + g * R * STEP] = to_bf16(o[g] * unit * now.norm[g] * sigmoid(to_float(now.gate[g])));
+                target[row_of_sum + g * R * SIDE] = to_bf16(o[g] * unit * now.norm[g] * sigmoid(to_float(now.gate[g])));
         stage = (stage + 1) % STAGES;
     }
     copy_wait<0>();

@@ -47,7 +47,13 @@ def kernel(
         "P" * 13 + "q" * 9 + "i" * 2 + "f" * 4,
         threads=256,
         shared_bytes=4 * floats,
-        defines={"INTERLEAVED": 1, "GROUPS": GROUPS, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": taps, "RANK": rank or 0}
+        defines={
+            "GROUPS": GROUPS,
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "TAPS": taps,
+            "RANK": rank or 0,
+        }
         | {n: int(f) for n, f in flags.items()},
         early=True,
     )
