@@ -76,7 +76,7 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None)
     began = told = time.monotonic()
     runner = core.runner
     device = runner.model.device
-    pieces = [*runner.preparations(), ("drawing", lambda: try_draws(vocabulary, device))]
+    pieces = [*runner.preparations(), ("drawing", lambda: try_draws(vocabulary, runner.model.compute_dtype, device))]
     if core.tiers is not None and runner.launches:
         pieces += core.tiers.preparations(runner.longest)
     memory = torch.cuda.memory_reserved(device) if runner.launches else 0
@@ -98,13 +98,13 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None)
     return seconds
 
 
-def try_draws(vocabulary: int, device: torch.device) -> None:
+def try_draws(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Draw in every way, alone and in company, with a grammar's mask and without; and score a prompt."""
     mask = np.ones(vocabulary, dtype=np.bool_)
     few = _DRAWS[:2] if device.type == "cpu" else _DRAWS
     companies = [[one] for one in few] + ([list(few)] if device.type != "cpu" else [])
     for company in companies:
-        logits_BZ = torch.zeros(len(company), vocabulary, device=device)
+        logits_BZ = torch.zeros(len(company), vocabulary, dtype=dtype, device=device)
         rows = [SamplingRow(params, [0, 1], ends={0}) for params in company]
         for masks in (None, [mask] * len(rows)):
             start_draw(rows, logits_BZ, masks).read()

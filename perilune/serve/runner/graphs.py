@@ -23,7 +23,7 @@ from perilune.ops.mla.kernel_choice import PAGE
 from perilune.serve.runner.inputs import STATE, DecodeInputs
 from perilune.serve.runner.pages import PagePool
 
-MOST = 256  # recordings that are kept
+MOST = 512  # recordings that are kept
 SIZES = (*range(1, 9), *range(12, 33, 4), *range(40, 65, 8), *range(80, 1025, 16))  # rows of a recording
 
 
