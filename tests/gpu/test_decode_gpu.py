@@ -209,9 +209,9 @@ def verify(case: dict, counts: Tensor | None, heads: int, size: int) -> Tensor:
 @pytest.mark.parametrize("size", [128, 64, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_equals_plain_decoding_for_every_count(size: int, dtype: torch.dtype) -> None:
-    """Rows that accept 0 to 8 of 8 drafts, in one call; the truth is a decode step a token in float64."""
-    heads, case = 3, window_case(9, 3, size, 8, 9, dtype)
-    counts = torch.arange(9)
+    """Rows that accept 0 to 9 of 9 tokens, in one call; the truth is a decode step a token in float64."""
+    heads, case = 3, window_case(10, 3, size, 9, 9, dtype)
+    counts = torch.arange(10)
     here, there = moved(case, "cuda"), moved(case, torch.float64)
     got, truth = verify(here, counts.cuda(), heads, size), verify(there, counts, heads, size)
     assert relative_error(got, truth) < (3e-6 if dtype == torch.float32 else 4e-3)

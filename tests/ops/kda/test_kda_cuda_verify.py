@@ -60,9 +60,9 @@ def run(
 )
 def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bound: float | None) -> None:
     key_dim, value_dim, taps = sizes
-    counts = torch.arange(9) if key_dim == 64 else torch.tensor([8, 3])
+    counts = torch.arange(10) if key_dim == 64 else torch.tensor([9, 3])
     case = half(make_case(
-        batch=len(counts), heads=2, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=8, length=9, lower_bound=lower_bound
+        batch=len(counts), heads=2, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=9, length=9, lower_bound=lower_bound
     ))  # fmt: skip
     truth = by_plain_decoding(case, counts)
     got = run(case, counts)
@@ -83,10 +83,8 @@ def test_short_windows_and_none_pending() -> None:
 
 def test_pools_padding_and_numbers_out_of_range() -> None:
     case = half(make_case(batch=5, heads=2, key_dim=64, value_dim=64, taps=4, pending=4, length=3, slots=7))
-    index, counts = (
-        torch.tensor([6, -1, 7, 2, 0]),
-        torch.tensor([4, 1, 2, 5, 0]),
-    )  # row 2: no such slot; row 3: too many
+    index = torch.tensor([6, -1, 7, 2, 0])  # row 2: no such slot
+    counts = torch.tensor([4, 1, 2, 5, 0])  # row 3: too many
     truth = by_plain_decoding(case, torch.tensor([4, 0, 0, 0, 0]), index=torch.tensor([6, -1, -1, -1, 0]))
     got = run(case, counts, index)
     assert (got[0][1] == 0).all() and got[0][2:4].isnan().all()
@@ -96,22 +94,23 @@ def test_pools_padding_and_numbers_out_of_range() -> None:
 
 @pytest.mark.parametrize("logit", [-200.0, 200.0])
 def test_long_decays_keep_their_last_digits(logit: float) -> None:
-    """A decay of exp(-5) for each of 17 tokens leaves 1e-37: products of decays, taken step by step, do not care."""
-    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=8, length=9))
+    """A decay of exp(-5) for each of 18 tokens leaves 1e-39, which is 0 here: products of decays, taken step by step, do not care."""
+    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=9, length=9))
     for part in (case["new"], case["pending"]):
         part.decay_logit_BTHK[..., ::2] = logit
-    counts = torch.tensor([8])
+    counts = torch.tensor([9])
     truth, got = by_plain_decoding(case, counts), run(case, counts)
-    assert relative_error(got[0], truth[0]) < 3e-3 and relative_error(got[1], truth[1]) < 2e-7
+    assert relative_error(got[0], truth[0]) < 3e-3
+    assert relative_error(got[1], truth[1]) < 1e-6, "what a decay's own exponent is rounded by, and no more"
 
 
 def test_what_the_kernel_does_not_take_is_said() -> None:
-    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=9, length=10))
+    case = half(make_case(batch=1, heads=1, key_dim=64, value_dim=64, taps=4, pending=10, length=10))
     new, gate, window, state = (case[n] for n in ("new", "gate", "window", "state"))
     few = Projections(*(x[:, :8] for x in case["pending"]))
     with emulated():
         assert "9 tokens at most" in str(cuda.unsuitable(new, gate, None, window, state, 4))
-        assert "folds 8" in str(cuda.unsuitable(few, gate, case["pending"], window, state, 4))
+        assert "folds 9" in str(cuda.unsuitable(few, gate, case["pending"], window, state, 4))
         assert "64 or 128" in str(cuda.unsuitable(few, gate, few, window, state[..., :32], 4))
         assert "two taps" in str(cuda.unsuitable(few, gate, few, window, state, 1))
         assert "not float32" in str(cuda.unsuitable(few, gate.float(), few, window, state, 4))

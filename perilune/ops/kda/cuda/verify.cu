@@ -9,7 +9,7 @@
 // so the state meets all tokens at once, and the chain from token to token is one number for each value channel. Products of
 // decays are taken step by step, never as quotients: nothing overflows, and what a long decay leaves is exact.
 //
-// Tokens have places: 0 .. 7 for those that are folded, 8 .. 16 for those that are scored; an empty place has alpha 1 and zeros.
+// Tokens have places: 0 .. 8 for those that are folded, 9 .. 17 for those that are scored; an empty place has alpha 1 and zeros.
 // A thread has two rows of the state (value channels) and every fourth piece of four of their numbers.
 //
 // Macros: KEY_DIM, VALUE_DIM (64 or 128), TAPS, BOUNDED, HAS_A, HAS_BIAS, INDEXED and LONG (32- or 64-bit slots), LONG_COUNTS.
@@ -17,7 +17,8 @@
 #include "decode_sums.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 2 * V, WARPS = THREADS / 32;
-constexpr int FOLDED = 8, SCORED = 9, PLACES = FOLDED + SCORED;
+constexpr int FOLDED = 9, SCORED = 9, PLACES = FOLDED + SCORED;
+constexpr int LISTED = (PLACES + SCORED + 3) / 4 * 4;  // at most 32, a number a lane
 constexpr int CHANNELS = 2 * K + V, PER_LANE = K / 32, PIECES = K / 16;  // PIECES of four numbers of a row: of a thread
 
 #if LONG
@@ -34,9 +35,9 @@ typedef int count_type;
 struct Shared {
     float state[V * K];          // piece f of row r at f ^ 4 (r / 2 % 2)
     float k[PLACES][K], q[SCORED][K], alpha[PLACES][K], v[PLACES][V];
-    float folded[FOLDED][K];     // w(s, 7)
-    float left[K];               // D_7
-    float common[PLACES][32];    // of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
+    float folded[FOLDED][K];     // w(s, FOLDED - 1)
+    float left[K];               // D of place FOLDED - 1
+    float common[PLACES][32];    // of which LISTED count: of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
     float beta[PLACES];
     float squares[WARPS][SCORED];
 };
@@ -253,9 +254,9 @@ KERNEL(THREADS, 2) verify(
         if (s < FOLDED && s >= folds) continue;
         const float write = shared.beta[s] * x[s];
         if (s < FOLDED) u[s] = write;
-        float common[28];
+        float common[LISTED];
 #pragma unroll
-        for (int n = s / 4 * 4; n < 28; n += 4) {
+        for (int n = s / 4 * 4; n < LISTED; n += 4) {
             const float4 four = *(const float4*)(shared.common[s] + n);
             common[n] = four.x, common[n + 1] = four.y, common[n + 2] = four.z, common[n + 3] = four.w;
         }

@@ -16,7 +16,7 @@ from perilune.ops.kda.cuda.decode import DIMS, why_not
 if TYPE_CHECKING:
     from perilune.ops.kda.verify import Projections
 
-MOST_FOLDED, MOST_SCORED = 8, 9  # tokens of a pending and of a new window
+MOST_FOLDED, MOST_SCORED = 9, 9  # tokens of a pending and of a new window
 
 
 @cache
