@@ -171,6 +171,10 @@ class Load:
 
 
 async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line[6:])
+    """Events of a stream. Its lines end by a line feed and nothing else: a text may hold what Python takes for line ends."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from perilune.bench import serve as bench
-from perilune.bench.serve_load import Load, Record, kind_of
+from perilune.bench.serve_load import Load, Record, _events, kind_of
 from perilune.bench.serve_traces import TRACES, make_trace
 from perilune.config.presets import preset
 from perilune.errors import CapacityError, ConfigError
@@ -124,3 +124,18 @@ def test_a_scenario_of_a_running_server_has_no_peer(server, tmp_path):
     assert [json.loads(line)["name"] for line in results.read_text().splitlines()] == [row.name for row in rows]
     with pytest.raises(ConfigError, match="scenario"):
         bench.run("cpu", None, ["wrong"], load, bench.ServerPlan(), url=server.url, results=results)
+
+
+def test_a_text_may_hold_what_python_takes_for_line_ends():
+    """An event ends at a line feed, wherever the network cuts it."""
+    body = 'data: {"text": "a\u2028b\x85c\x0cd"}\r\n\r\n: beat\n\ndata: {"more": 1}\n\ndata: [DONE]\n\n'.encode()
+
+    class Response:
+        async def aiter_bytes(self):
+            for first in range(0, len(body), 7):
+                yield body[first : first + 7]
+
+    async def read():
+        return [value async for value in _events(Response())]
+
+    assert asyncio.run(read()) == [{"text": "a\u2028b\x85c\x0cd"}, {"more": 1}]
