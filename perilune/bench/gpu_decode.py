@@ -97,6 +97,13 @@ def _verify(batch: int, heads: int, accepted: int) -> Callable[[], Tensor]:
     )
 
 
+def decode_bytes(batch: int, heads: int) -> float:
+    """Least traffic of a decode step in bfloat16: the state both ways, the window both ways, inputs, gate and output; of each head
+    its parameters once."""
+    states, window, rows = 2 * 4 * SIZE * SIZE, 2 * 2 * 3 * SIZE * (TAPS - 1), 2 * (6 * SIZE + 1)
+    return batch * heads * (states + window + rows) + 4.0 * (heads * (SIZE * (3 * TAPS + 1) + 1) + SIZE)
+
+
 def verify_bytes(batch: int, heads: int, accepted: int) -> float:
     """Least traffic of a verify step in bfloat16: the state both ways, the window both ways, k, v and decay of the folded
     tokens and q of those that the convolution still sees, inputs, gates and outputs of the new ones."""
@@ -129,16 +136,16 @@ def cases() -> Iterator[StatesCase]:
 
 def _decode_cases(implementation: str, suffix: str) -> Iterator[StatesCase]:
     for batch, heads in SHAPES:
-        state_bytes = 8.0 * batch * heads * SIZE * SIZE
+        traffic = decode_bytes(batch, heads)
 
-        def make(batch: int = batch, heads: int = heads, size: float = state_bytes) -> tuple[Calls, Calls]:
+        def make(batch: int = batch, heads: int = heads, size: float = traffic) -> tuple[Calls, Calls]:
             count = sets(size)
             peers = [peer for peer in (_peer(batch, heads) for _ in range(count)) if peer is not None]
             return [_forced(implementation, _decode(batch, heads)) for _ in range(count)], peers
 
         yield StatesCase(
             name=f"kda_decode_B{batch}_H{heads}{suffix}", shape=f"B={batch} H={heads} d={SIZE}, fp32 state, whole step",
-            make=make, peer="fla-core, recurrence alone", bytes=state_bytes,
+            make=make, peer="fla-core, recurrence alone", bytes=traffic,
         )  # fmt: skip
 
 
