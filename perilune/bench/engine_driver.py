@@ -73,7 +73,7 @@ class Driver:
 
     def warm_up(self) -> None:
         """As a server does before it is ready."""
-        for _, run in self.runner.preparations():
+        for _, run in self.runner.preparations(rare=False):
             run()
 
     def chain(self, ids: list[int]) -> TokenChain:

@@ -104,10 +104,10 @@ def _serve(flags: BenchFlags, results: Path, on_row: Callable[[Row], None]) -> l
     load = serve.LoadPlan(
         requests=flags.requests, rate=flags.rate or (8.0 if on_gpu else 2.0), concurrency=flags.concurrency, seed=flags.seed
     )  # fmt: skip
-    # Several servers share a GPU: none of them may take most of its memory for its cache.
+    # Several servers share a GPU: none of them may take most of its memory for its cache. No prompt is scored.
     plan = ServerPlan(
         preset=flags.preset or ("mini" if on_gpu else "nano"), dtype="bf16" if on_gpu else "fp32", threads=flags.threads,
-        settings=(("cache_bytes", 2**33),) if on_gpu else (),
+        settings=(("cache_bytes", 2**33), ("warm_up", "fast")) if on_gpu else (),
     )  # fmt: skip
     rows = serve.run(
         flags.device, flags.budget or None, scenarios, load, plan, url=flags.url.rstrip("/"), key=flags.api_key,

@@ -128,10 +128,11 @@ class LocalEngine:
             return 0.0
         with contextlib.suppress(RequestError):  # without the extra there are no grammars
             structured.text_mask(self.tokenizer, Structured("choice", ["a"])).start().mask()
-        if self.images is not None and self.core.runner.launches:
+        rare = self.settings.warm_up == "full"
+        if rare and self.images is not None and self.core.runner.launches:
             with contextlib.suppress(ImportError):  # nor pictures
                 self.images.warm_up()
-        seconds = warm_up(self.core, self.tokenizer.vocab_size, progress)
+        seconds = warm_up(self.core, self.tokenizer.vocab_size, progress, rare=rare)
         self.first_uses.begin()
         return seconds
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 # One H200 takes 5.2 ms for 64 tokens of `mini`, 6.4 for 512, and about twice as much for 8192: small pieces are dear.
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 GRAPHS = "auto", "decode", "off"  # passes that are recorded
-WAYS = "full", "lazy"  # of warming up
+WAYS = "full", "fast", "lazy"  # of warming up
 DETERMINISTIC_UNIT = 64  # chunks of the deterministic mode: the rows that the kernels of linear attention work in
 
 
@@ -44,7 +44,8 @@ class EngineSettings:
             `overlap`.
         cuda_graphs: which passes are recorded on a GPU: "auto" = all that can be, "decode" = those of decoding alone, "off" = none.
         warm_up: what is done before the first request: "full" = all kernels are compiled and all passes recorded that
-            requests can need; "lazy" = nothing, the first requests wait for it.
+            requests can need; "fast" = those of prompts that nobody wants scored, without pictures; "lazy" = nothing, the
+            first requests wait for it.
         deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
             long as a hash unit, decoding goes in groups of eight, and answers are not cached, only prompts.
 

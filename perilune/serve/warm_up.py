@@ -62,13 +62,14 @@ class FirstUses:
             self.count, self.seconds, self.warmed = 0, 0.0, True
 
 
-def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None) -> float:
+def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None, *, rare: bool = True) -> float:
     """Use everything once; returns the seconds it took. Between two pieces the engine answers whoever has come already.
 
     Args:
         core: the engine.
         vocabulary: ids that can be drawn.
         progress: see `Progress`; None = a line in the log now and then.
+        rare: see `ModelRunner.preparations`.
 
     Raises:
         EngineClosed: the engine was closed meanwhile.
@@ -76,7 +77,10 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None)
     began = told = time.monotonic()
     runner = core.runner
     device = runner.model.device
-    pieces = [*runner.preparations(), ("drawing", lambda: try_draws(vocabulary, runner.model.compute_dtype, device))]
+    pieces = [
+        *runner.preparations(rare=rare),
+        ("drawing", lambda: try_draws(vocabulary, runner.model.compute_dtype, device)),
+    ]
     if core.tiers is not None and runner.launches:
         pieces += core.tiers.preparations(runner.longest)
     memory = torch.cuda.memory_reserved(device) if runner.launches else 0

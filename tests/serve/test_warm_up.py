@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_requests_are_answered_between_its_pieces(monkeypatch):
         list_of.append(1)
 
     list_of: list[int] = []
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda: [("slow", slow)] * 50 + made)
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: [("slow", slow)] * 50 + made)
     thread = threading.Thread(target=engine.warm_up)
     thread.start()
     began.wait(10)
@@ -60,20 +61,37 @@ def test_requests_are_answered_between_its_pieces(monkeypatch):
 
 def test_an_engine_that_closes_ends_it(monkeypatch):
     engine = tiny_engine()
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda: [("close", lambda: engine.close(0.0))] * 2)
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: [("close", lambda: engine.close(0.0))] * 2)
     with pytest.raises(EngineClosed):
         engine.warm_up()
 
 
 def test_lazy_does_nothing(monkeypatch):
     engine = tiny_engine(settings=uncached(warm_up="lazy"))
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda: pytest.fail("nothing was asked for"))
+    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: pytest.fail("nothing was asked for"))
     assert engine.warm_up() == 0.0 and not engine.first_uses.warmed
     engine.close()
-    with pytest.raises(ConfigError, match="allowed: full, lazy"):
+    with pytest.raises(ConfigError, match="allowed: full, fast, lazy"):
         EngineSettings(warm_up="some")
     with pytest.raises(ConfigError, match="allowed: auto, decode, off"):
         EngineSettings(cuda_graphs="on")
+
+
+def test_fast_leaves_out_what_is_rare(monkeypatch):
+    asked = []
+    for way in ("full", "fast"):
+        engine = tiny_engine(settings=uncached(warm_up=way))
+        made = engine.core.runner.preparations
+        monkeypatch.setattr(
+            engine.core.runner, "preparations", lambda rare, made=made: asked.append(rare) or made(rare=rare)
+        )
+        engine.warm_up()
+        assert engine.first_uses.warmed
+        engine.core.runner._prefills = SimpleNamespace(rooms=[])  # as on a GPU: prompts run by recordings
+        names = [what for what, _ in made(rare=way == "full")]
+        assert any("as they are" in name for name in names) == (way == "full")
+        engine.close()
+    assert asked == [True, False]
 
 
 def test_what_was_missed_is_counted_and_logged(caplog):

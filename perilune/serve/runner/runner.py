@@ -32,8 +32,9 @@ from perilune.serve.runner.rows import DecodeRows, chunk_rows, exactly
 from perilune.serve.schedule import Plan, Row
 from perilune.serve.staging import to_device
 
-# Tokens before a chunk and in it, in whose passes kernels differ; a CPU takes the first two.
-WAYS = ((0, 1), (0, 2), *((0, n) for n in (3, 5, 9, 17, 25, 33, 64, 96, 500)), (64, 3), (64, 33), (64, 500))
+# Tokens of chunks in whose passes kernels differ that no recording has, and with some before them; a CPU takes two.
+WAYS = (1, 2, 3, 5, 8, 9, 17, 25, 33, 96, 129, 501, 1001, 2001)
+BEHIND = ((64, 33), (64, 500))
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +126,20 @@ class ModelRunner:
             if reason is not None:
                 logger.info("%s passes are not recorded: %s", kind, reason)
 
-    def preparations(self) -> list[tuple[str, Callable[[], object]]]:
+    def preparations(self, *, rare: bool = True) -> list[tuple[str, Callable[[], object]]]:
         """What makes sure that no request waits for a compiler or a recording: pieces of work, each of below a second once
-        kernels are in their cache, with what they are for. They may run at any time between two steps."""
+        kernels are in their cache, with what they are for. They may run at any time between two steps.
+
+        Args:
+            rare: also passes that are not recorded though others are, those of scored prompts for one.
+        """
         pieces: list[tuple[str, Callable[[], object]]] = [("copies of pages", self._try_copies)]
-        for before, tokens in WAYS if self.launches else WAYS[:2]:
+        chunks = [(0, tokens) for tokens in (WAYS if self.launches else WAYS[:2])]
+        if self.launches:
+            chunks += BEHIND
+            behind = itertools.takewhile(lambda n: n < self.longest, (64 << n for n in itertools.count()))
+            chunks += [(before, 3) for before in behind]  # of few tokens, attention has a step for each power of two
+        for before, tokens in chunks if rare or self._prefills is None else ():
             pieces.append((f"{tokens} tokens as they are", partial(self._try_pass, before, tokens)))
         graphs, prefills = self._recorded, self._prefills
         if prefills is None and self._packs:
