@@ -7,6 +7,7 @@ import torch
 from test_kda_verify import by_plain_decoding, make_case, relative_error
 from torch import Tensor
 
+from perilune.bench import gpu_decode
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
 from perilune.ops.kda.cuda import verify as cuda
@@ -102,6 +103,12 @@ def test_long_decays_keep_their_last_digits(logit: float) -> None:
     truth, got = by_plain_decoding(case, counts), run(case, counts)
     assert relative_error(got[0], truth[0]) < 3e-3
     assert relative_error(got[1], truth[1]) < 1e-6, "what a decay's own exponent is rounded by, and no more"
+
+
+def test_the_windows_that_are_timed_are_taken() -> None:
+    """Else a row of the bench would be another kernel's time."""
+    assert gpu_decode.DRAFTS + 1 <= min(cuda.MOST_FOLDED, cuda.MOST_SCORED)
+    assert gpu_decode.SIZE in cuda.DIMS
 
 
 def test_what_the_kernel_does_not_take_is_said() -> None:
