@@ -72,7 +72,9 @@ def expected(x: Inputs, s: Setting) -> Prepared:
             if s.gate:
                 rate = 1.0 if x.A_log is None else float(x.A_log[head].double().exp())
                 bias = 0.0 if x.dt_bias is None else x.dt_bias.view(heads, key_dim)[head].double()
-                g[:count] = s.lower_bound * torch.sigmoid(rate * (g[:count] + bias))
+                g[:count] += bias
+                softplus = torch.nn.functional.softplus(g[:count], threshold=1e3)
+                g[:count] = s.lower_bound * torch.sigmoid(rate * g[:count]) if s.gate == 1 else -rate * softplus
             if s.beta_sigmoid:
                 beta[:count] = s.beta_scale * beta[:count].sigmoid()
             if s.l2_norm:

@@ -171,6 +171,95 @@ def test_beta_of_zero(device: str) -> None:
     assert float(out.beta[0, 0, 7]) > 0
 
 
+FREE = {"bounded": False, "gate": 2}
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(64, 37), (1, 16, 33, 50, 63)])
+def test_softplus_in_ragged_chunks(key_dim: int, lengths: tuple[int, ...], device: str) -> None:
+    check(inputs(lengths, key_dim=key_dim), setting(**FREE), device)
+
+
+def test_softplus_of_shared_key_heads_and_of_float(device: str) -> None:
+    x = inputs(qk_heads=2, heads=6)
+    check(x, setting(**FREE), device)
+    check(replace(x, g=x.g.float(), A_log=None, dt_bias=None, beta=x.beta.float()), setting(**FREE), device)
+
+
+@pytest.mark.parametrize("logit", [-40.0, -9.0, -3.0, 2.0, 40.0, 3e4])
+def test_softplus_at_its_ends(logit: float, device: str) -> None:
+    """From a gate that forgets nothing to one in which a step is beyond the range of a float."""
+    x = inputs()
+    x.g = torch.full_like(x.g, logit)
+    check(x, setting(**FREE), device)
+    if logit > 0:
+        x.g[::3], x.g[..., ::5] = -9.0, -7.0
+        check(x, setting(**FREE), device)
+
+
+@pytest.mark.parametrize("row", [3, 8, 16, 31, 32, 47, 48])
+def test_a_step_that_forgets_everything(row: int, device: str) -> None:
+    """Pairs behind it keep their precision, whatever block it is in; pairs across it are 0."""
+    x = inputs((64,))
+    x.g = (-0.03 * torch.rand(x.g.shape)).float()
+    x.g[row] = -500.0
+    got, truth = run(x, setting(bounded=False, gate=0), device), expected(x, setting(bounded=False, gate=0))
+    assert all(error <= LIMITS[name] for name, error in errors(got, truth).items()), errors(got, truth)
+    behind = (slice(None), slice(None), slice(row, None), slice(row, None))
+    for name in ("P", "A"):
+        a, b = getattr(got, name).cpu().double()[behind], getattr(truth, name)[behind]
+        assert (a - b).norm() <= LIMITS[name] * b.norm(), name
+        assert not getattr(got, name)[:, :, row:, :row].any(), name
+
+
+def test_natural_decays_without_a_bound(device: str) -> None:
+    x = inputs()
+    x.g = -20 * torch.rand(x.g.shape) ** 4
+    x.k = torch.nn.functional.normalize(x.k.float(), dim=-1).bfloat16()
+    check(x, setting(bounded=False, gate=0, l2_norm=False, scale=1.0), device)
+
+
+def test_t02_keys_that_hardly_differ_without_a_bound(device: str) -> None:
+    x = inputs()
+    x.k = x.k[:1].expand_as(x.k).contiguous()
+    x.g, x.beta = torch.full_like(x.g, -12.0), torch.full_like(x.beta, 8.0)
+    check(x, setting(**FREE), device, A=1e-2)
+
+
+def test_t01_later_tokens_do_not_move_earlier_ones_without_a_bound(device: str) -> None:
+    x = inputs((64,))
+    y = inputs((64,))
+    y.g[41:], y.k[41:], y.q[41:] = 3.0, 1.0, -1.0
+    first, second = (run(t, setting(**FREE), device) for t in (x, y))
+    for name in ("Qd", "Kd", "P", "A"):
+        assert torch.equal(getattr(first, name)[:, :, :41], getattr(second, name)[:, :, :41]), name
+
+
+def test_only_whole_chunks_and_blocks_below_the_diagonal_without_a_bound(device: str) -> None:
+    x = inputs((64, 64))
+    every = run(x, setting(**FREE), device)
+    x.chunks = torch.full_like(x.chunks, -1)
+    part = run(x, setting(**FREE), device, whole=False, full=True)
+    block = torch.arange(CHUNK, device=device) // 16
+    above = block[:, None] < block
+    for name in Prepared._fields:
+        a, b = getattr(part, name), getattr(every, name)
+        if name in ("P", "A"):
+            assert a[..., above].isnan().all() and not b[..., above].any(), name
+            a, b = a[..., ~above], b[..., ~above]
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("poisoned", ["q", "k", "g", "beta"])
+def test_nan_stays_seen_without_a_bound(poisoned: str, device: str) -> None:
+    x = inputs()
+    getattr(x, poisoned)[5] = float("nan")
+    out = run(x, setting(**FREE), device)
+    seen = {"q": "P", "k": "A", "g": "Kd", "beta": "beta"}[poisoned]
+    assert getattr(out, seen)[0].isnan().any(), "hidden"
+    assert not any(t[1].isnan().any() for t in out), "reached the other chunk"
+
+
 @pytest.mark.parametrize("doubled", [False, True])
 def test_what_it_prepares_is_the_operation(doubled: bool, device: str) -> None:
     """The scan over the chunks (docstring of scan_forward.py) in float64 against the token loop, one key in half the tokens."""
@@ -254,7 +343,6 @@ def test_what_it_does_not_take() -> None:
             (replace(x, beta=x.beta.double()), s, "beta"),
             (replace(x, q=x.q[..., :48], k=x.k[..., :48]), s, "64 or 128"),
             (replace(x, q=torch.zeros(101, 1, 132, dtype=torch.bfloat16)[..., 4:]), s, "16 bytes"),
-            (x, setting(bounded=False), "bounded"),
         ):
             reason = stage.unsuitable(changed.q, changed.k, changed.g, changed.beta, given)
             assert reason is not None and word in reason

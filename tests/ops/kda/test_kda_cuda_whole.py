@@ -14,6 +14,7 @@ from perilune.ops.cuda.emulator import missing
 from perilune.ops.kda import recurrent_kda_reference
 from perilune.ops.kda.arguments import check
 from perilune.ops.kda.gpu import autograd, forward
+from perilune.ops.kda.gpu.forms import lay_out
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 OPTIONS = {
@@ -107,3 +108,17 @@ def test_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"A_log": 1.5e-1, "dt_bias": 1.5e-1}
     for name, got, truth in zip(["o", "state", *x], *found, strict=True):
         assert float(relative_error(got, truth)) <= limits.get(name, 2e-2), name
+
+
+@pytest.mark.parametrize("logit", [-3.0, 3.0, None])
+def test_the_softplus_gate(logit: float | None) -> None:
+    """The forward pass, one form of CUDA kernels."""
+    options = {name: x for name, x in OPTIONS.items() if name not in ("lower_bound", "safe_gate")}
+    x = inputs(150, logit)
+    with emulated(), torch.no_grad():
+        args = check(**x, **options)
+        assert lay_out(args, False) is not None
+        o, state = autograd.kda_gpu(args)
+    truth, last = recurrent_kda_reference(**{n: t.double() for n, t in x.items()}, **options)
+    assert state is not None
+    assert float(relative_error(o, truth)) < 4.3e-3 and float(relative_error(state, last)) < 4.3e-3

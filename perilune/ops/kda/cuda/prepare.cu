@@ -23,6 +23,9 @@
 #include "prepare_inverse.h"
 #include "prepare_products.h"
 #include "prepare_rows.h"
+#if !BOUNDED
+#include "prepare_unbounded.h"
+#endif
 
 // q, k [tokens, heads / group, K], g [tokens, heads, K], beta [tokens, heads] by strides in elements; a_log [heads] and
 // dt_bias [heads, K] float or null; chunks [chunks, 2], first token and tokens. Outputs [chunks, heads, ...]; rows of no
@@ -63,7 +66,8 @@ prepare(
         copy_gates(segment, (const u8*)g + at * G_BYTES, g_token * G_BYTES, rows, lane);
         copy_commit();
         if (warp == 0) shifts[lane] = (int)fmaf(shift, (float)(lane + 1), 0.5f);
-        const float rate = a_log ? exp2_fast(LOG2E * a_log[head]) : 1.0f, slope = -LOG2E * rate, bound = LOG2E * lower_bound;
+        const float rate = a_log ? exp2_fast(LOG2E * a_log[head]) : 1.0f;
+        const float slope = BOUNDED ? -LOG2E * rate : LOG2E, bound = BOUNDED ? LOG2E * lower_bound : -rate;
         float offset[CHANNELS], sum[CHANNELS];
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) {
@@ -113,6 +117,7 @@ prepare(
     sync_threads();
     if (thread < K) gamma[(i64)program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
 
+#if BOUNDED
     // Steps 2 and 3: 16 rows, of which this thread has `row` and row + 8.
     const int tile = warp >> 2, row = 16 * (warp >> 1) + i;
     const Rows own = {memory, row, (warp & 1) * (GROUPS / 2), t};
@@ -166,6 +171,78 @@ prepare(
             }
         }
     }
+#else
+    // Steps 2 and 3 without a bound: see prepare_unbounded.h.
+    const bool of_keys = (warp ^ warp >> 2) & 1;
+    const int block = warp >> 1, row = 16 * block + i, half = (warp & 1) * (GROUPS / 2);
+    float* const parts = (float*)(memory + PARTS) + lane;
+    float mine[PARTS_OF_WARP];
+    {
+        Inside inside;
+        float theirs[PARTS_OF_WARP];
+        inside_blocks(inside, memory, block, half, i, t);
+        of_kind(mine, inside, of_keys, i, t);
+        of_kind(theirs, inside, !of_keys, i, t);
+#pragma unroll
+        for (int n = 0; n < PARTS_OF_WARP; n++) parts[32 * ((warp ^ 1) * PARTS_OF_WARP + n)] = theirs[n];
+    }
+    leave_factors(memory, block, half, i, t, Qd, Kd, Kr, (i64)program * (CHUNK * K) + row * K + 32 * half + 8 * t);
+    sync_threads();
+
+    float before[3][2][4] = {};
+    against_blocks(before, memory, memory + ROWS + (of_keys ? ROWS_OF_K : 0), block, i, t);
+#pragma unroll
+    for (int n = 0; n < PARTS_OF_WARP; n++) mine[n] += parts[32 * (warp * PARTS_OF_WARP + n)];
+    // L takes the place of rows that other warps still read.
+    if (of_keys) barrier_sync(1, THREADS);
+    else barrier_arrive(1, THREADS);
+    if (!of_keys) {
+        bf16* const staged = (bf16*)(memory + SUMS) + row * A_STRIDE;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            bf16* const to = staged + 8 * h * A_STRIDE;
+            const float exact = diagonal[row + 8 * h];
+            float own[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) own[e] = 2 * t + e < i ? mine[4 * h + e] : 2 * t + e == i ? exact : 0.0f;
+            const u32 diagonal_pair = pack(own[0], own[1]);
+            *(u32*)(to + 16 * block + 2 * t) = h ? pack(mine[2], mine[3]) : diagonal_pair;
+            *(u32*)(to + 16 * block + 8 + 2 * t) = h ? diagonal_pair : 0u;
+#pragma unroll
+            for (int other = 0; other < 4; other++)
+                if (other < block)
+                    *(uint2*)(to + 16 * other + 4 * t) = make_uint2(
+                        pack(before[other % 3][0][2 * h], before[other % 3][0][2 * h + 1]), pack(before[other % 3][1][2 * h], before[other % 3][1][2 * h + 1])
+                    );
+                else if (other > block)
+                    *(uint2*)(to + 16 * other + 4 * t) = make_uint2(0u, 0u);
+        }
+        sync_warp();
+        const int piece = lane & 7;
+        if (piece / 2 <= block || flags & WHOLE)
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const int r = 16 * block + 4 * n + (lane >> 3);
+                store_once(P + (i64)program * (CHUNK * CHUNK) + r * CHUNK + 8 * piece, *(const uint4*)((const bf16*)(memory + SUMS) + r * A_STRIDE + 8 * piece));
+            }
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float row_beta = beta_of[row + 8 * h];
+            float* const out = square + (row + 8 * h) * L_STRIDE;
+            const int n = h ? 2 : 0;
+            *(float2*)(out + 16 * block + 2 * t) = make_float2(row_beta * mine[n], row_beta * mine[n + 1]);
+            if (h) *(float2*)(out + 16 * block + 8 + 2 * t) = make_float2(row_beta * mine[4], row_beta * mine[5]);
+#pragma unroll
+            for (int other = 0; other < 3; other++)
+                if (other < block)
+                    *(float4*)(out + 16 * other + 4 * t) = make_float4(
+                        row_beta * before[other][0][2 * h], row_beta * before[other][0][2 * h + 1], row_beta * before[other][1][2 * h],
+                        row_beta * before[other][1][2 * h + 1]
+                    );
+        }
+    }
+#endif
     if (!of_keys) return;
     sync_warp();
 

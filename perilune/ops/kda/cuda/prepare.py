@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 THREADS = 256
 BLOCKS = 3  # that share a multiprocessor: limits registers
+UNBOUNDED_BLOCKS = 2  # where the decay has no bound
 KEY_DIMS = (64, 128)
 ALIGNMENT = 16  # bytes of a load
 FARTHEST = 2**25  # bytes between tokens, of which 64 are counted in 32 bits
@@ -26,33 +27,40 @@ _L2_NORM, _GATE, _BETA_SIGMOID, _BETA_FLOAT, _WHOLE = 1, 2, 4, 8, 16
 
 
 @cache
-def kernel(key_dim: int, float_gate: bool, full: bool) -> Kernel:
-    """The kernel for K channels and a float32 or bfloat16 g; `full`: as `Plan.full`."""
+def kernel(key_dim: int, float_gate: bool, full: bool, bounded: bool) -> Kernel:
+    """The kernel for K channels and a float32 or bfloat16 g; `full`: as `Plan.full`; `bounded`: whether the decay is."""
     return Kernel(
         Path(__file__).parent / "prepare.cu",
         "prepare",
         "P" * 14 + "f" * 4 + "q" * 4 + "i" * 7,
         threads=THREADS,
-        shared_bytes=_shared_bytes(key_dim),
-        defines={"K": key_dim, "BLOCKS": BLOCKS, "G_FLOAT": int(float_gate), "FULL": int(full)},
+        shared_bytes=_shared_bytes(key_dim, bounded),
+        defines={
+            "K": key_dim,
+            "BLOCKS": BLOCKS if bounded else UNBOUNDED_BLOCKS,
+            "G_FLOAT": int(float_gate),
+            "FULL": int(full),
+            "BOUNDED": int(bounded),
+        },
         early=True,
     )
 
 
-def _shared_bytes(key_dim: int) -> int:
-    """As laid out in prepare.cu."""
+def _shared_bytes(key_dim: int, bounded: bool) -> int:
+    """As laid out in prepare_layout.h, and prepare_unbounded.h."""
     sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
-    return 1152 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80)
+    keys, parts = 96 * (2 * key_dim + 64), 4 * 6 * THREADS
+    return 1152 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80) + (0 if bounded else keys + parts)
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
-    """Which form of the stage `chunk_kda` runs on a GPU for the bounded gate and inputs of these dtypes, and why."""
+    """Which form of the stage `chunk_kda` runs on a GPU for inputs of these dtypes, and why."""
     device = torch.device(device)
     if device.type != "cuda":
         return Choice("torch", "a stage of chunk_kda's GPU kernels; elsewhere chunk_kda has no stages")
     if any(dtype != torch.bfloat16 for dtype in dtypes):
         return Choice("triton", "Triton kernel: the CUDA kernel takes q and k in bfloat16")
-    reason = kernel(KEY_DIMS[-1], False, False).unavailable_reason(device)
+    reason = kernel(KEY_DIMS[-1], False, False, True).unavailable_reason(device)
     if reason is not None:
         return Choice("triton", f"Triton kernel: {reason}")
     return Choice("cuda", "one CUDA kernel, triangular inverse included; other calls take the Triton kernel")
@@ -60,8 +68,6 @@ def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:
 
 def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting, full: bool = False) -> str | None:
     """Why the kernel does not take this call (inputs flattened, see `run`); None if it does and is ready to run."""
-    if not s.bounded:
-        return "the CUDA kernel is written for the bounded gate"
     if q.dtype != torch.bfloat16 or k.dtype != torch.bfloat16:
         return f"the CUDA kernel takes q and k in bfloat16, not {_name(q.dtype)} and {_name(k.dtype)}"
     if g.dtype not in (torch.bfloat16, torch.float32) or beta.dtype not in (torch.bfloat16, torch.float32):
@@ -76,7 +82,7 @@ def unsuitable(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, s: Setting, full: 
             return "the CUDA kernel copies 16 bytes at a time: q, k and g must begin, and their rows lie, at multiples of that"
     if beta.stride(0) * beta.element_size() >= FARTHEST:
         return _FAR
-    return kernel(q.shape[-1], g.dtype == torch.float32, full).unavailable_reason(q.device)
+    return kernel(q.shape[-1], g.dtype == torch.float32, full, s.bounded).unavailable_reason(q.device)
 
 
 def run(
@@ -98,13 +104,13 @@ def laid_out(
     heads, key_dim = g.shape[1:]
     flags = (
         _L2_NORM * s.l2_norm
-        | _GATE * (s.gate == 1)
+        | _GATE * (s.gate != 0)
         | _BETA_SIGMOID * s.beta_sigmoid
         | _BETA_FLOAT * (beta.dtype == torch.float32)
         | _WHOLE * whole
     )
     strides = [x.stride() for x in (q, k, g, beta)]
-    return kernel(key_dim, g.dtype == torch.float32, full).fixed(
+    return kernel(key_dim, g.dtype == torch.float32, full, s.bounded).fixed(
         q.device, (chunks * heads,),
         s.scale, s.lower_bound, -0.5 * s.lower_bound * LOG2E, s.beta_scale,
         *(n[1] for n in strides), *(n[0] for n in strides), heads, heads // q.shape[1], flags,

@@ -31,10 +31,14 @@ DEVICE void copy_rows(u8* to, const bf16* x, int token, int rows, int lane) {
     }
 }
 
-// `sum` after one more row.
+// `sum` after one more row. Of logits: BOUNDED, bound sigmoid with slope and offset of its exponent; else the same of softplus, to base 2.
 DEVICE float add_decay(float sum, float z, float slope, float offset, float bound, bool logits) {
-    if (logits) return fmaf(bound, reciprocal(1.0f + exp2_fast(fmaf(z, slope, offset))), sum);
-    const float d = z * LOG2E;
+    if (BOUNDED && logits) return fmaf(bound, reciprocal(1.0f + exp2_fast(fmaf(z, slope, offset))), sum);
+    float d = z * LOG2E;
+    if (logits) {
+        const float x = fmaf(z, slope, offset);
+        d = bound * (fmaxf(x, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(x))));
+    }
     return sum + (d < LEAST_LOG2 ? LEAST_LOG2 : d);  // a NaN stays
 }
 
