@@ -98,7 +98,7 @@ def test_requests_wait_in_line_and_one_too_many_is_told_to_come_back():
 
 def test_closing_stops_a_running_answer_and_frees_the_port():
     gate = threading.Semaphore(1)
-    engine = FakeEngine(pieces=["a"] * 100, gate=gate)
+    engine = FakeEngine(pieces=["a"] * 1000, gate=gate)  # closing takes a second of grace, and more on a busy machine
     server = serve_in_thread(engine)
     port = int(server.url.rpartition(":")[2])
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=HELLO | {"stream": True}) as response:
