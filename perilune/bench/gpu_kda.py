@@ -33,6 +33,9 @@ SETTINGS = {
     "safe_gate": True,
     "lower_bound": -5.0,
 }
+SOFTPLUS = {
+    name: True for name in SETTINGS if name.endswith("_in_kernel")
+}  # Kimi-Linear's gate: a decay without a bound
 # B, T, H: forward medians recorded on one H200 for fla-core 0.6.0 and FlashKDA in one process (ms)
 RECORDED: dict[tuple[int, int, int], tuple[float, float]] = {
     (1, 8192, 96): (2.611, 1.456),
@@ -63,24 +66,28 @@ def inputs(batch: int, length: int, heads: int, seed: int) -> dict[str, Tensor]:
     return made
 
 
-def forward(op: Callable[..., Any], sets: list[dict[str, Tensor]]) -> Callable[[], Any]:
+def forward(
+    op: Callable[..., Any], sets: list[dict[str, Tensor]], settings: dict[str, Any] = SETTINGS
+) -> Callable[[], Any]:
     """A call of the forward pass alone, on the next set of inputs."""
     turns = itertools.cycle(sets)
 
     def run() -> Any:
         with torch.no_grad():
-            return op(**next(turns), **SETTINGS)
+            return op(**next(turns), **settings)
 
     return run
 
 
-def training(op: Callable[..., Any], sets: list[dict[str, Tensor]]) -> Callable[[], Any]:
+def training(
+    op: Callable[..., Any], sets: list[dict[str, Tensor]], settings: dict[str, Any] = SETTINGS
+) -> Callable[[], Any]:
     """A call of the forward and the backward pass for every input, on the next set."""
     turns = itertools.cycle([({n: x.requires_grad_() for n, x in s.items()}, torch.randn_like(s["v"])) for s in sets])
 
     def run() -> Any:
         leaves, cotangent = next(turns)
-        o, _ = op(**leaves, **SETTINGS)
+        o, _ = op(**leaves, **settings)
         return torch.autograd.grad(o, list(leaves.values()), cotangent)
 
     return run
@@ -152,6 +159,31 @@ def cases() -> Iterator[RecordedCase]:
             )
 
 
+def softplus_cases() -> Iterator[Case]:
+    """Forward and forward+backward rows of the gate without a bound."""
+    other = peer()
+    for batch, length, heads in ((8, 2048, 32), (1, 8192, 32)):
+        tokens = batch * length * heads
+        for kind, timed, works in (("fwd", forward, ("fwd",)), ("fwdbwd", training, ("fwd", "bwd"))):
+
+            def make(
+                timed: Any = timed, shape: tuple[int, int, int] = (batch, length, heads), tokens: int = tokens
+            ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+                sets = [inputs(*shape, seed) for seed in range(int(4 * L2_BYTES // (tokens * 1026) + 2))]
+                return timed(ours, sets, SOFTPLUS), None if other is None else timed(other, sets, SOFTPLUS)
+
+            yield Case(
+                name=f"kda_{kind}_softplus_bf16_B{batch}_T{length}_H{heads}_d{DIM}",
+                shape=f"B {batch}, T {length}, H {heads}, d {DIM}, softplus gate",
+                make=make,
+                peer="" if other is None else "fla-core chunk_kda",
+                flops=tokens * sum(FLOPS[w] for w in works),
+                bytes=tokens * sum(BYTES[w] for w in works),
+                dtype=torch.bfloat16,
+                precompile=() if other is None else (f"kda_softplus:{heads}",),
+            )
+
+
 def kernel_times(run: Callable[[], Any], calls: int = 5) -> dict[str, float]:
     """Milliseconds a call spends in each kernel, longest first."""
     from torch.profiler import ProfilerActivity, profile
@@ -208,6 +240,6 @@ def show_times(label: str, run: Callable[[], Any]) -> None:
 
 
 if __name__ == "__main__":
-    for case in cases():
+    for case in itertools.chain(cases(), softplus_cases()):
         if "".join(sys.argv[1:2]) in case.name:
             show_times(case.name, case.make()[0])

@@ -222,6 +222,7 @@ OPS.update(moe.OPS)
 OPS.update(mx.OPS)
 OPS |= {
     "kda_gpu": _on_gpu(gpu_kda.cases),
+    "kda_softplus_gpu": _on_gpu(gpu_kda.softplus_cases),
     "kda_accuracy_gpu": _on_gpu(gpu_accuracy.cases),
     "kda_decode_gpu": _on_gpu(gpu_decode.cases),
     "depth_gpu": _on_gpu(gpu_attnres.cases),

@@ -8,7 +8,8 @@ Here every process makes the peer's calls with its autotuner replaced by one tha
 none; the results stay in Triton's cache on disk, where the process that measures finds them. What a process calls with is
 garbage from the first kernel on, since nothing was computed; only the shapes matter.
 
-Tasks: `kda:H,H,...` is fla-core's chunk_kda, forward and backward, for these numbers of heads of 128 channels;
+Tasks: `kda:H,H,...` is fla-core's chunk_kda, forward and backward, for these numbers of heads of 128 channels, `kda_softplus:H,H,...`
+the same without a bound on the decay;
 `train:PRESET` a training step of transformers' kimi_linear in the preset's shape.
 """
 
@@ -150,7 +151,7 @@ def _report(text: str) -> None:
     print(f"precompile: {text}", file=sys.stderr, flush=True)
 
 
-def _kda(heads: str) -> None:
+def _kda(heads: str, softplus: bool = False) -> None:
     import torch
 
     from perilune.bench import gpu_kda
@@ -159,8 +160,9 @@ def _kda(heads: str) -> None:
     assert op is not None, "fla-core is not installed"
     for count in map(int, heads.split(",")):
         sets = [gpu_kda.inputs(1, TOKENS, count, 0)]
-        gpu_kda.forward(op, sets)()
-        gpu_kda.training(op, sets)()
+        settings = gpu_kda.SOFTPLUS if softplus else gpu_kda.SETTINGS
+        gpu_kda.forward(op, sets, settings)()
+        gpu_kda.training(op, sets, settings)()
         torch.cuda.synchronize()
 
 
@@ -170,7 +172,11 @@ def _train(name: str) -> None:
     gpu_train.peer_once(name, TOKENS)
 
 
-TASKS: dict[str, Callable[[str], None]] = {"kda": _kda, "train": _train}
+TASKS: dict[str, Callable[[str], None]] = {
+    "kda": _kda,
+    "kda_softplus": partial(_kda, softplus=True),
+    "train": _train,
+}
 
 
 def main(part: str, seconds: str, *tasks: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_kda_chunk_gpu import BOUNDED, LIMITS, LOW, as_text, errors_of, make, relative_error, run
+from test_kda_chunk_gpu import BOUNDED, IN_KERNEL, LIMITS, LOW, as_text, errors_of, make, relative_error, run
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install perilune[kernels]")
@@ -47,6 +47,29 @@ def check(inputs: dict[str, Tensor], limit: float = 4.3e-3, **options: object) -
 @pytest.mark.parametrize("key_dim", [64, 128])
 def test_whole_operation(key_dim: int, value_dim: int) -> None:
     check(make(2, 263, 2, 2, key_dim, value_dim), **BOUNDED)
+
+
+@pytest.mark.parametrize("value_dim", [64, 128])
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_softplus_gate(key_dim: int, value_dim: int) -> None:
+    check(make(2, 263, 2, 2, key_dim, value_dim), **IN_KERNEL)
+    check(make(1, 512, 2, 4, key_dim, value_dim), **IN_KERNEL)
+
+
+@pytest.mark.parametrize("logit", [-9.0, 3.0, 40.0])
+def test_softplus_gate_at_its_ends(logit: float) -> None:
+    inputs = make(1, 300, 2, 2)
+    inputs["g"][:], inputs["g"][:, 30::40] = logit, 100.0
+    check(inputs, 6e-3, **IN_KERNEL)
+
+
+def test_gradients_of_the_softplus_gate() -> None:
+    """Of which the parallel part is a Triton kernel."""
+    inputs = make(1, 300, 2, 4)
+    first = run(chunk_kda, inputs, **IN_KERNEL)
+    truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **IN_KERNEL)
+    errors = errors_of(first, truth, inputs, False)
+    assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
 
 
 def test_value_heads_and_packed_sequences() -> None:
