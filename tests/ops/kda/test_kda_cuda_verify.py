@@ -57,7 +57,9 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lower_bound"), [((128, 128, 4), -5.0), ((64, 64, 4), -5.0), ((128, 64, 3), None)], ids=str
+    ("sizes", "lower_bound"),
+    [((128, 128, 4), -5.0), ((64, 64, 4), -5.0), ((128, 64, 3), None), ((64, 128, 2), -5.0)],
+    ids=str,
 )
 def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bound: float | None) -> None:
     key_dim, value_dim, taps = sizes

@@ -64,7 +64,8 @@ KERNEL(THREADS, 2) verify(
         }
         return in;
     };
-    Inputs in = gather(thread);
+    Inputs in;
+    if (thread < PAIRS) in = gather(thread);
     const float rate = HAS_A ? exp2_fast(LOG2E * A_log[head]) : 1.0f;
     bf16 beta = 0, opened[SCORED];
     const bool has_beta = thread < FOLDED ? thread < folds : thread - FOLDED < count;
@@ -82,7 +83,7 @@ KERNEL(THREADS, 2) verify(
     copy_commit();
 
     if (thread < PLACES) shared.beta[thread] = has_beta ? sigmoid(to_float(beta)) : 0.0f;
-    for (int pair = thread; pair < CHANNELS / 2 + K / 2; pair += THREADS) {
+    for (int pair = thread; pair < PAIRS; pair += THREADS) {
         if (pair != thread) in = gather(pair);
         if (in.decays) {
 #pragma unroll

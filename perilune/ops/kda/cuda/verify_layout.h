@@ -31,6 +31,8 @@ struct Shared {
     float squares[WARPS][SCORED];
 };
 
+constexpr int PAIRS = CHANNELS / 2 + K / 2;  // of channels, then of decays
+
 // What a thread needs of two channels: their raw projections, or decays, of all places, and for the convolution.
 struct Inputs {
     bool decays;
