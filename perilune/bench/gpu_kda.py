@@ -185,7 +185,7 @@ def softplus_cases() -> Iterator[Case]:
 
 
 def kernel_times(run: Callable[[], Any], calls: int = 5) -> dict[str, float]:
-    """Milliseconds a call spends in each kernel, longest first."""
+    """Milliseconds a call spends in each kernel, longest first; of ours with what it waits for the one ahead, see `queued_ms`."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
