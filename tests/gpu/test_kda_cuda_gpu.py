@@ -63,13 +63,19 @@ def test_softplus_gate_at_its_ends(logit: float) -> None:
     check(inputs, 6e-3, **IN_KERNEL)
 
 
-def test_gradients_of_the_softplus_gate() -> None:
-    """Of which the parallel part is a Triton kernel."""
-    inputs = make(1, 300, 2, 4)
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("logit", [None, -6.0, 8.0])
+def test_gradients_of_the_softplus_gate(logit: float | None, key_dim: int, _cuda: set[str]) -> None:
+    inputs = make(1, 300, 2, 4, key_dim)
+    if logit is not None:
+        inputs["g"][:] = logit
     first = run(chunk_kda, inputs, **IN_KERNEL)
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **IN_KERNEL)
     errors = errors_of(first, truth, inputs, False)
     assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
+    assert {"scan_backward", "backward"} <= _cuda
+    again = run(chunk_kda, inputs, **IN_KERNEL)
+    assert all(torch.equal(first[n], again[n]) for n in first)
 
 
 def test_value_heads_and_packed_sequences() -> None:

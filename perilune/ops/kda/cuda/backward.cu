@@ -1,4 +1,4 @@
-// The parallel part of KDA's backward pass for the bounded gate: every gradient of a chunk, once the serial part has left
+// The parallel part of KDA's backward pass for the gates that are computed in it: every gradient of a chunk, once the serial part has left
 // E = beta dR and dS. The formulas are those of ops/kda/triton/backward.py, the decay factors others:
 //
 // Within a block of 16 rows, with run = the log-decay from the block's first row on (base 2, this row included) and step =
@@ -21,10 +21,16 @@
 // channels. The next chunk's inputs are under way while this one is computed: dO, E and S from where their products are
 // done, the others from where the last product is.
 //
-// Macros: KEY_DIM, VALUE_DIM (64 or 128), L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq
+// Without a bound on the decay (BOUNDED 0: the softplus gate) the step is 0, so that up <= 1, and pairs inside a block take the steps of
+// backward_unbounded.h; k to is then counted up to the block's end instead of divided by up.
+//
+// Macros: KEY_DIM, VALUE_DIM (64 or 128), BOUNDED, L2 (q and k are normalised), HAS_A, HAS_BIAS, SIGMOID (beta is a logit), WIDE (dq
 // and dk are float), BETA_FLOAT (so are beta and its gradient).
 #include "backward_elements.h"
 #include "backward_products.h"
+#if !BOUNDED
+#include "backward_unbounded.h"
+#endif
 
 KERNEL(THREADS, 1) backward(
     const bf16* q, const bf16* k, const bf16* v, const bf16* g, const beta_type* beta, const float* a_log, const float* dt_bias,
@@ -36,7 +42,7 @@ KERNEL(THREADS, 1) backward(
 ) {
     SHARED(memory);
     Shared& m = *(Shared*)memory;
-    const float shift = -0.5f * LOG2E * lower_bound;
+    const float shift = BOUNDED ? -0.5f * LOG2E * lower_bound : 0.0f;
     m.thread[threadIdx.x] = threadIdx.x;
     wait_for_earlier();
     let_next_start();
@@ -140,12 +146,33 @@ KERNEL(THREADS, 1) backward(
                         const float of_query = half_of(k_up, i & 1) * d_k[j][i];
                         corrected[h] += of_query;
                         d_G[j][i] += fmaf(half_of(q_up, i & 1), d_q[j][i], of_query);
-                        d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i] * (own.up[j][i] * of_q));
-                        d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i] * (own.up[j][i] * of_k));
-                        along[h] = fmaf(d_q[j][i], q_raw, along[h]);
+                        if (BOUNDED) {
+                            d_q[j][i] = fmaf(diagonal, k_raw, d_q[j][i] * (own.up[j][i] * of_q));
+                            d_k[j][i] = fmaf(diagonal, q_raw, d_k[j][i] * (own.up[j][i] * of_k));
+                            along[h] = fmaf(d_q[j][i], q_raw, along[h]);
+                        } else {
+                            d_q[j][i] *= own.up_at(j, i);
+                            d_k[j][i] *= own.up_at(j, i);
+                        }
                     }
                 }
             }
+#if !BOUNDED
+            reads_inside(m, d_q, d_k, d_G, corrected, own, scale);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
+                const float diagonal = m.diagonal[p.row + h] * m.q_rstd[p.row + h] * m.k_rstd[p.row + h];
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int i = 2 * h; i < 2 * h + 2; i++) {
+                        d_q[j][i] = fmaf(diagonal, own.k_at(j, i), d_q[j][i] * of_q);
+                        d_k[j][i] = fmaf(diagonal, own.q_at(j, i), d_k[j][i] * of_k);
+                        along[h] = fmaf(d_q[j][i], own.q_at(j, i), along[h]);
+                    }
+            }
+#endif
             if (L2) put_along(m.along[0], along, p);
             put_along(m.corrected, corrected, p);
             sync_rows(p);
@@ -164,7 +191,10 @@ KERNEL(THREADS, 1) backward(
         float d_key[4][4] = {};
         through_state(d_key, m.u, m.ds, here(m));
         tail(m, d_key, d_G, own, shift);
-        writes(m, d_key, d_G, shift);
+        writes(m, d_key, d_G, own, shift);
+#if !BOUNDED
+        writes_inside(m, d_key, d_G, own, scale);
+#endif
         float after[4][2];  // sums of dG over the rows of the block after this thread's
         u32 logits[2][4];
         {
@@ -176,12 +206,12 @@ KERNEL(THREADS, 1) backward(
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     logits[h][j] = *(const u32*)(m.g + own_at(p, h, j));
-                    const u32 near = *(const u32*)(m.near + own_at(p, h, j));
+                    const u32 near = BOUNDED ? *(const u32*)(m.near + own_at(p, h, j)) : 0u;
 #pragma unroll
                     for (int i = 2 * h; i < 2 * h + 2; i++) {
                         const float k_raw = own.k_at(j, i);
-                        d_G[j][i] = fmaf(-half_of(near, i & 1), d_key[j][i], d_G[j][i]);
-                        d_k[j][i] = fmaf(d_key[j][i] * k_rstd, reciprocal(own.up[j][i]), d_k[j][i]);
+                        if (BOUNDED) d_G[j][i] = fmaf(-half_of(near, i & 1), d_key[j][i], d_G[j][i]);
+                        d_k[j][i] = fmaf(d_key[j][i] * k_rstd, BOUNDED ? reciprocal(own.up[j][i]) : 1.0f, d_k[j][i]);
                         along[h] = fmaf(d_k[j][i], k_raw, along[h]);
                     }
                 }

@@ -5,10 +5,10 @@
 // Log-decays and their factors `up`, and sums of squares. bias: the head's dt_bias.
 DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float lower_bound, float shift, int count) {
     const Place p = here(m);
-    const float slope = -LOG2E * rate;
+    const float slope = BOUNDED ? -LOG2E * rate : LOG2E;
     float q_square[2] = {}, k_square[2] = {}, bound[2];  // 0 in rows that hold no token
 #pragma unroll
-    for (int h = 0; h < 2; h++) bound[h] = p.row + h < count ? lower_bound * LOG2E : 0.0f;
+    for (int h = 0; h < 2; h++) bound[h] = p.row + h < count ? (BOUNDED ? lower_bound * LOG2E : -rate) : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float2 bias = make_float2(0.0f, 0.0f);
@@ -26,15 +26,21 @@ DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float
                 const float a = half_of(own.q[h][j], e), b = half_of(own.k[h][j], e);
                 q_square[h] = fmaf(a, a, q_square[h]);
                 k_square[h] = fmaf(b, b, k_square[h]);
-                decay[h][e] = bound[h] * reciprocal(1.0f + exp2_fast(fmaf(half_of(z, e), slope, offset[e])));
+                const float x = fmaf(half_of(z, e), slope, offset[e]);
+                if (BOUNDED) {
+                    decay[h][e] = bound[h] * reciprocal(1.0f + exp2_fast(x));
+                } else {
+                    const float d = bound[h] * (fmaxf(x, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(x))));
+                    decay[h][e] = d < LEAST_LOG2 ? LEAST_LOG2 : d;
+                }
             }
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             float sum = decay[0][e] + decay[1][e];
             const float first = sum_before(sum, p.lane) + decay[0][e];
-            own.up[j][e] = exp2_fast(first + shift * (2 * p.r + 1));
-            own.up[j][2 + e] = exp2_fast(first + decay[1][e] + shift * (2 * p.r + 2));
+            own.up[j][e] = BOUNDED ? exp2_fast(first + shift * (2 * p.r + 1)) : first;
+            own.up[j][2 + e] = BOUNDED ? exp2_fast(first + decay[1][e] + shift * (2 * p.r + 2)) : first + decay[1][e];
             block_decay[e] = exp2_fast(sum);
         }
         if (p.r == 7) *(float2*)&m.decay[p.block][p.channel(j)] = make_float2(block_decay[0], block_decay[1]);
@@ -48,6 +54,11 @@ DEVICE void factors(Shared& m, Own& own, const float* dt_bias, float rate, float
                 m.squares[1][p.row + h][p.w] = b;
             }
         }
+}
+
+// Without a bound: the factor from a row to its block's end, whose last row another thread of this warp has.
+DEVICE float to_end(const Own& own, int j, int i, int lane) {
+    return exp2_fast(shuffle(own.up[j][2 + (i & 1)], 28 | (lane & 3)) - own.up[j][i]);
 }
 
 // Norms, and q and k as operands: k / up and k to, and over the raw ones q up and -k up.
@@ -66,11 +77,15 @@ DEVICE void operands(Shared& m, const Own& own, float scale, float shift) {
         for (int j = 0; j < 4; j++) {
             const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
             const int at = own_at(p, h, j), i = 2 * h;
-            const float up[2] = {own.up[j][i], own.up[j][i + 1]};
+            const float up[2] = {own.up_at(j, i), own.up_at(j, i + 1)};
             const float unit[2] = {own.k_at(j, i) * k_rstd, own.k_at(j, i + 1) * k_rstd};
-            const float near[2] = {unit[0] * reciprocal(up[0]), unit[1] * reciprocal(up[1])};
-            *(u32*)(m.near + at) = pack(near[0], near[1]);
-            *(u32*)(m.far + at) = pack(near[0] * f.x * step, near[1] * f.y * step);
+            if (BOUNDED) {
+                const float near[2] = {unit[0] * reciprocal(up[0]), unit[1] * reciprocal(up[1])};
+                *(u32*)(m.near + at) = pack(near[0], near[1]);
+                *(u32*)(m.far + at) = pack(near[0] * f.x * step, near[1] * f.y * step);
+            } else {
+                *(u32*)(m.far + at) = pack(unit[0] * to_end(own, j, i, p.lane), unit[1] * to_end(own, j, i + 1, p.lane));
+            }
             *(u32*)(m.k + at) = pack(-unit[0] * up[0], -unit[1] * up[1]);
             const float of_q = scale * q_rstd;
             *(u32*)(m.q + at) = pack(own.q_at(j, i) * of_q * up[0], own.q_at(j, i + 1) * of_q * up[1]);
@@ -110,7 +125,7 @@ DEVICE void through_gate(
 ) {
     float d_rate = 0.0f, d_bias[4][2], slope[2];  // 0 in rows that hold no token
 #pragma unroll
-    for (int h = 0; h < 2; h++) slope[h] = p.row + h < count ? lower_bound * rate : 0.0f;
+    for (int h = 0; h < 2; h++) slope[h] = p.row + h < count ? (BOUNDED ? lower_bound * rate : -rate) : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const int channel = p.channel(j);
@@ -135,19 +150,28 @@ DEVICE void through_gate(
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float c = -LOG2E * rate, offset = bias[e] * c;
+            const float c = BOUNDED ? -LOG2E * rate : LOG2E, offset = bias[e] * c;
             float sum = later[e] + after[j][e];
             d_bias[j][e] = 0.0f;
 #pragma unroll
             for (int h = 1; h >= 0; h--) {
-                const float x = half_of(logits[h][j], e), s = reciprocal(1.0f + exp2_fast(fmaf(x, c, offset)));
+                const float z = half_of(logits[h][j], e), x = fmaf(z, c, offset);
                 sum += d_G[j][2 * h + e];
-                const float d = sum * slope[h] * fmaf(-s, s, s);
+                float d;
+                if (BOUNDED) {
+                    const float s = reciprocal(1.0f + exp2_fast(x));
+                    d = sum * slope[h] * fmaf(-s, s, s);
+                    d_rate = fmaf(d, z, d_rate);
+                } else {  // where a step is cut off nothing moves it
+                    const float softplus = fmaxf(x, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(x)));
+                    const float moved = slope[h] * softplus <= LEAST_LOG2 ? 0.0f : sum * slope[h];
+                    d = moved * reciprocal(1.0f + exp2_fast(-x));
+                    d_rate = fmaf(moved, softplus * (1.0f / LOG2E), d_rate);
+                }
                 d_G[j][2 * h + e] = d;
-                d_rate = fmaf(d, x, d_rate);
                 d_bias[j][e] += d;
             }
-            d_rate = fmaf(d_bias[j][e], bias[e], d_rate);
+            if (BOUNDED) d_rate = fmaf(d_bias[j][e], bias[e], d_rate);
         }
     }
     if (HAS_BIAS) {

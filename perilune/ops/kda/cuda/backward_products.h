@@ -1,6 +1,6 @@
 // The matrix products of the backward kernel; see backward.cu.
 #pragma once
-#include "backward_shared.h"
+#include "backward_elements.h"
 
 // dP and beta dL of rows `q` by rows `k` (blocks of 16, q >= k), with their factors of the shift; on the diagonal also the
 // diagonal of dP.
@@ -113,12 +113,12 @@ DEVICE void reads(
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 q_up = *(const u32*)(m.q + own_at(p, h, j)), k_up = *(const u32*)(m.k + own_at(p, h, j));
-            const float unstep = exp2_fast(-shift * (2 * p.r + 1 + h));
+            const float unstep = BOUNDED ? exp2_fast(-shift * (2 * p.r + 1 + h)) : 1.0f;
             const float of_q = scale * m.q_rstd[p.row + h], of_k = -m.k_rstd[p.row + h];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int i = 2 * h + e;
-                const float up = own.up[j][i], q_more = fmaf(own.q_at(j, i) * of_q, up, -half_of(q_up, e));
+                const float up = own.up_at(j, i), q_more = fmaf(own.q_at(j, i) * of_q, up, -half_of(q_up, e));
                 const float k_more = fmaf(own.k_at(j, i) * of_k, up, -half_of(k_up, e));
                 d_q[j][i] *= unstep;
                 d_k[j][i] *= unstep;
@@ -134,6 +134,7 @@ DEVICE void reads(
         load_matrices(a, m.eu + pairs_further(at, i));
         add_products(d_k, a, m.far + i * (32 * K), right);
     }
+    if (!BOUNDED) return;
     load_matrices(a, m.dp + pairs_further(at, p.block));
     add_products(d_q, a, m.near + p.block * (32 * K), right);
     load_matrices(a, m.eu + pairs_further(at, p.block));
@@ -154,7 +155,7 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], cons
             f.x *= one.x;
             f.y *= one.y;
         }
-        const float2 to_end = *(const float2*)&m.decay[p.block][p.channel(j)];
+        const float2 whole = *(const float2*)&m.decay[p.block][p.channel(j)];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float step = exp2_fast(shift * (2 * p.r + 1 + h)), of_k = m.k_rstd[p.row + h];
@@ -163,7 +164,8 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], cons
             for (int e = 0; e < 2; e++) {
                 const int i = 2 * h + e;
                 const float later = d_key[j][i] * (e ? f.y : f.x);
-                const float to = own.k_at(j, i) * of_k * reciprocal(own.up[j][i]) * (step * (e ? to_end.y : to_end.x));
+                const float to = BOUNDED ? own.k_at(j, i) * of_k * reciprocal(own.up[j][i]) * (step * (e ? whole.y : whole.x))
+                                         : own.k_at(j, i) * of_k * to_end(own, j, i, p.lane);
                 sum[j][e] = fmaf(later, to, sum[j][e]);
                 d_G[j][i] = fmaf(later, half_of(far, e) - to, d_G[j][i]);
             }
@@ -175,7 +177,7 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], cons
 
 // The pairs of rows in this chunk, from the last block of rows to their own. d_G: gets by how much k as an operand of later
 // blocks, times what they read of it, is more than k as an operand of its own block times the same.
-DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], float shift) {
+DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift) {
     const Place p = here(m);
     const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
@@ -193,16 +195,22 @@ DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], float sh
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float2 f = *(const float2*)&m.decay[p.block][p.channel(j)];
-            const u32 far = *(const u32*)(m.far + own_at(p, h, j)), near = *(const u32*)(m.near + own_at(p, h, j));
+            const u32 far = *(const u32*)(m.far + own_at(p, h, j)), near = BOUNDED ? *(const u32*)(m.near + own_at(p, h, j)) : 0u;
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int i = 2 * h + e;
+                if (!BOUNDED) {
+                    d_G[j][i] = fmaf(-d_key[j][i], half_of(far, e), d_G[j][i]);
+                    d_key[j][i] *= to_end(own, j, i, p.lane);
+                    continue;
+                }
                 const float later = d_key[j][i], factor = step * (e ? f.y : f.x);
                 d_G[j][i] = fmaf(-later, fmaf(-half_of(near, e), factor, half_of(far, e)), d_G[j][i]);
                 d_key[j][i] = later * factor;
             }
         }
     }
+    if (!BOUNDED) return;
     load_matrices_transposed(a, m.dp + at + p.block * (32 * CHUNK));
     add_products(d_key, a, m.q + p.block * (32 * K), right);
     load_matrices_transposed(a, m.eu + at + p.block * (32 * CHUNK));

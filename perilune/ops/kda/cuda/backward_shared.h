@@ -18,6 +18,7 @@ DEVICE bf16 beta_out(float x) { return to_bf16(x); }
 #endif
 
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LEAST_LOG2 = -150.0f;  // 2^-150 is nothing beside any other term
 constexpr float LEAST_BETA = 1e-12f;  // a write strength of 0 is computed as this: the gradient divides by it
 constexpr int ROWS_K = CHUNK * K * 2, ROWS_V = CHUNK * V * 2, STATE = V * K * 2, SQUARE = CHUNK * CHUNK * 2;
 
@@ -32,7 +33,7 @@ struct Shared {
     u8 g[ROWS_K];
     u8 d_o[ROWS_V], e[ROWS_V], u[ROWS_V];
     u8 s[STATE], ds[STATE];
-    u8 near[ROWS_K], far[ROWS_K];  // k / up and k to
+    u8 near[ROWS_K], far[ROWS_K];  // k / up (without a bound: see backward_unbounded.h) and k to
     u8 dp[SQUARE], eu[SQUARE];
     float decay[BLOCKS][K];                // 2^(log-decay of a block of rows)
     float after[BLOCKS][K];                // sums over a block of dG
@@ -88,7 +89,8 @@ DEVICE float half_of(u32 two, int e) { return e ? high_half(two) : low_half(two)
 // gradient is multiplied by 1 / the norm at once, so that its product with the raw q or k is that of the normalised ones.
 struct Own {
     u32 q[2][4], k[2][4];
-    float up[4][4];
+    float up[4][4];  // where the decay has no bound its logarithm
+    __device__ __forceinline__ float up_at(int j, int i) const { return BOUNDED ? up[j][i] : exp2_fast(up[j][i]); }
     __device__ __forceinline__ float q_at(int j, int i) const { return half_of(q[i >> 1][j], i & 1); }
     __device__ __forceinline__ float k_at(int j, int i) const { return half_of(k[i >> 1][j], i & 1); }
 };

@@ -110,7 +110,7 @@ def _parallel(
     if cuda_backward.unsuitable(*inputs, gate=s.gate, bounded=s.bounded, **forms) is None:
         cuda_backward.launch(
             *inputs, U, S, E, dS, p.chunks, dq, dk, dz, dbeta, dA, bias,
-            scale=s.scale, lower_bound=s.lower_bound, beta_scale=s.beta_scale, **forms,
+            scale=s.scale, lower_bound=s.lower_bound, beta_scale=s.beta_scale, bounded=s.bounded, **forms,
         )  # fmt: skip
         return
     heads, key_dim, value_dim = g.shape[1], g.shape[2], do.shape[2]

@@ -49,7 +49,7 @@ class BackwardForm:
         self._scan = cuda_scan_backward.laid_out(do, key_dim, p, False, leaving, p.split, entering)
         self._parallel = cuda_backward.laid_out(
             q, k, v, g, beta, A_log, dt_bias, do, p.chunk_count, scale=s.scale, lower_bound=s.lower_bound,
-            beta_scale=s.beta_scale, l2=s.l2_norm, sigmoid=s.beta_sigmoid,
+            beta_scale=s.beta_scale, l2=s.l2_norm, sigmoid=s.beta_sigmoid, bounded=s.bounded,
         )  # fmt: skip
         inside = heads * value_dim * key_dim
         effects = 4 * p.unit_count * inside if p.split else 0

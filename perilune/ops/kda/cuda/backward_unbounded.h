@@ -1,0 +1,116 @@
+// Pairs of rows in one block of 16 where the decay has no bound: by halves of 8, 4, 2 and 1 rows, as in prepare_unbounded.h. In
+// each of these four steps a row either reads or is read, and its factor, counted from or up to the last row before the
+// second half, is at most 1 and the same for q and k. Operands go through the warp's own part of `near`.
+#pragma once
+#include "backward_products.h"
+
+// Factors of the step with halves of 2^level rows.
+DEVICE void half_factors(float (&f)[4][4], const Own& own, int level, const Place& p) {
+    const int size = 1 << level, from = 4 * ((p.r & ~(size - 1)) + size / 2 - 1) + p.c;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float other = shuffle(own.up[j][2 + e], level ? from : p.lane), anchor = level ? other : own.up[j][e];
+            f[j][e] = exp2_fast(-fabsf(own.up[j][e] - anchor));
+            f[j][2 + e] = exp2_fast(-fabsf(own.up[j][2 + e] - anchor));
+        }
+}
+
+// q or k times these factors as an operand, in words as `own_at` has them.
+DEVICE void put_operand(Shared& m, const u32 (&raw)[2][4], const float (&f)[4][4], const float (&norm)[2], const Place& p) {
+    sync_warp();
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            *(u32*)(m.near + own_at(p, h, j)) =
+                pack(low_half(raw[h][j]) * (norm[h] * f[j][2 * h]), high_half(raw[h][j]) * (norm[h] * f[j][2 * h + 1]));
+    sync_warp();
+}
+DEVICE float rounded(const u32 (&raw)[2][4], const float (&f)[4][4], const float (&norm)[2], int j, int i) {
+    return to_float(to_bf16(half_of(raw[i >> 1][j], i & 1) * (norm[i >> 1] * f[j][i])));
+}
+
+// Of a left operand of pairs in a block those whose rows first differ in bit `level`.
+DEVICE void only_level(u32 (&a)[4], int level, const Place& p) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const int mine = 2 * p.r + (n & 1);
+        u32 mask = 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if ((mine ^ (2 * (2 * p.c + i) + (n >> 1))) >> level == 1) mask |= i ? 0xffff0000u : 0x0000ffffu;
+        a[n] &= mask;
+    }
+}
+
+// d_q and d_k where rows read: gradients that have their factors already.
+DEVICE void reads_inside(
+    Shared& m, float (&d_q)[4][4], float (&d_k)[4][4], float (&d_G)[4][4], float (&corrected)[2], const Own& own, float scale
+) {
+    const Place p = here(m);
+    const int at = pairs_further(left_at<CHUNK>(p.block, 0, p.lane), p.block), right = right_at(0, p.w, p.lane);
+    const float q_norm[2] = {scale * m.q_rstd[p.row], scale * m.q_rstd[p.row + 1]}, k_norm[2] = {m.k_rstd[p.row], m.k_rstd[p.row + 1]};
+#pragma unroll 1
+    for (int level = 3; level >= 0; level--) {
+        float f[4][4];
+        half_factors(f, own, level, p);
+        put_operand(m, own.k, f, k_norm, p);
+        u32 a[4];
+        load_matrices(a, m.dp + at);
+        only_level(a, level, p);
+        float read[4][4] = {};
+        add_products(read, a, m.near + p.block * (32 * K), right);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                d_q[j][i] = fmaf(read[j][i], f[j][i], d_q[j][i]);
+                d_G[j][i] = fmaf(read[j][i], rounded(own.q, f, q_norm, j, i), d_G[j][i]);
+                read[j][i] = 0.0f;
+            }
+        load_matrices(a, m.eu + at);
+        only_level(a, level, p);
+        add_products(read, a, m.near + p.block * (32 * K), right);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float of_query = -read[j][i] * rounded(own.k, f, k_norm, j, i);
+                d_k[j][i] = fmaf(read[j][i], f[j][i], d_k[j][i]);
+                d_G[j][i] += of_query;
+                corrected[i >> 1] += of_query;
+            }
+    }
+}
+
+// d_key where rows are read, likewise.
+DEVICE void writes_inside(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float scale) {
+    const Place p = here(m);
+    const int at = transposed_at(0, p.block, p.lane) + p.block * (32 * CHUNK), right = right_at(0, p.w, p.lane);
+    const float q_norm[2] = {scale * m.q_rstd[p.row], scale * m.q_rstd[p.row + 1]}, k_norm[2] = {m.k_rstd[p.row], m.k_rstd[p.row + 1]};
+#pragma unroll 1
+    for (int level = 3; level >= 0; level--) {
+        float f[4][4], written[4][4] = {};
+        half_factors(f, own, level, p);
+        put_operand(m, own.q, f, q_norm, p);
+        u32 a[4];
+        load_matrices_transposed(a, m.dp + at);
+        only_level(a, level, p);
+        add_products(written, a, m.near + p.block * (32 * K), right);
+        put_operand(m, own.k, f, k_norm, p);
+        load_matrices_transposed(a, m.eu + at);
+        only_level(a, level, p);
+#pragma unroll
+        for (int n = 0; n < 4; n++) a[n] ^= 0x80008000u;
+        add_products(written, a, m.near + p.block * (32 * K), right);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                d_key[j][i] = fmaf(written[j][i], f[j][i], d_key[j][i]);
+                d_G[j][i] = fmaf(-written[j][i], rounded(own.k, f, k_norm, j, i), d_G[j][i]);
+            }
+    }
+}
