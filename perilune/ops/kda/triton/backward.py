@@ -1,5 +1,5 @@
-"""The parallel part of the backward pass for the softplus gate: every gradient of a chunk, once the serial part has left E
-and dS. `backward_fast` is the same for the bounded gate, ops/kda/cuda/backward.cu too.
+"""The parallel part of the backward pass where the decay has no bound: every gradient of a chunk, once the serial part has
+left E and dS. `backward_fast` is the same with one; ops/kda/cuda/backward.cu does both, for gates that are computed in it.
 
 With dP = tril(dO U^T) and beta dL = -tril(E U^T, -1), both through the factors that `prepare` used (kernels §2.4):
 
