@@ -116,7 +116,7 @@ def chunk_kda(
         raise ConfigError(f"chunk_size={chunk_size}; allowed: {', '.join(map(str, CHUNK_SIZES))}, or None")
     scale, lower_bound = (None if x is None else float(x) for x in (scale, lower_bound))
     v_first = _layout(state_v_first, transpose_state_layout)
-    bounds = boundaries(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
+    bounds = None if plan is not None else boundaries(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     key = None
     if q.is_cuda and plan is None:
         key = known.key_of(

@@ -55,7 +55,7 @@ scan(
     u8* const staged = memory + STAGED + p.group * BLOCK;
     float state[K / 2];
     const i64 entry = split ? (i64)blockIdx.y : unit.begins;
-    if (state_in && entry >= 0)  // below 0: a unit of a chunk without tokens, in tables with room for others
+    if (state_in && !unit.of_nobody())
         read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
     else clear(state);
     u32 out[4][4] = {};

@@ -56,7 +56,7 @@ scan_backward(
     u8* const staged = memory + STAGED + p.group * BLOCK;
     float state[K / 2];
     const i64 entry = split ? (i64)blockIdx.y : unit.ends;
-    if (state_in && entry >= 0)
+    if (state_in && entry >= 0 && !unit.of_nobody())
         read_state(state, state_in + entry * in_unit + head * in_head + (column + p.row) * in_v, in_v, in_k, p.lane);
     else
         clear(state);

@@ -30,6 +30,8 @@ struct Unit {
     int count;
     i64 token, end;
     int begins, ends;
+    // Of a chunk without tokens, in tables with room for others: no sequence's, and no state enters or leaves it.
+    __device__ __forceinline__ bool of_nobody() const { return begins < 0 && token >= end; }
 };
 
 // A block's part of the work: a unit of a head, of which the blocks of `columns` follow each other in the grid.

@@ -50,7 +50,7 @@ def scan_backward_kernel(
     state = tl.zeros([BV, K], tl.float32)
     if HAS_STATE:
         source = unit if SPLIT else ends
-        if source >= 0:
+        if (source >= 0) & ((begins >= 0) | (token < end)):  # see `scan_forward`
             state = tl.load(
                 state_in + source * in_unit + head * in_head + value[:, None] * in_v + channel[None, :] * in_k
             ).to(tl.float32)

@@ -35,7 +35,7 @@ def scan_forward_kernel(
     count = tl.load(units + 6 * unit + 1)
     token = tl.load(units + 6 * unit + 2).to(tl.int64)
     end = tl.load(units + 6 * unit + 3)
-    source = unit.to(tl.int64) if SPLIT else tl.load(units + 6 * unit + 4).to(tl.int64)
+    begins = tl.load(units + 6 * unit + 4).to(tl.int64)
     target = tl.load(units + 6 * unit + 5).to(tl.int64)
 
     r = tl.arange(0, CHUNK)
@@ -44,7 +44,8 @@ def scan_forward_kernel(
     T = Qd.dtype.element_ty
     state = tl.zeros([BV, K], tl.float32)
     if HAS_STATE:
-        if source >= 0:  # below: a unit of a chunk without tokens, in tables with room for others
+        source = unit.to(tl.int64) if SPLIT else begins
+        if (begins >= 0) | (token < end):  # else of a chunk without tokens, in tables with room for others
             state = tl.load(
                 state_in + source * in_unit + head * in_head + value[:, None] * in_v + channel[None, :] * in_k
             ).to(tl.float32)
