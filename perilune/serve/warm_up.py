@@ -83,7 +83,7 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None,
     ]
     if core.tiers is not None and runner.launches:
         pieces += core.tiers.preparations(runner.longest)
-    memory = torch.cuda.memory_reserved(device) if runner.launches else 0
+    memory = core.call(lambda: _reserved(device)) if runner.launches else 0
     for number, (what, run) in enumerate(pieces):
         if progress is not None:
             progress(number, len(pieces), what)
@@ -92,14 +92,20 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None,
             log.info("warming up: %d of %d, %s", number, len(pieces), what)
         core.call(run)
     if runner.launches:
-        core.call(lambda: torch.cuda.synchronize(device))
-        memory = torch.cuda.memory_reserved(device) - memory
+        memory = core.call(lambda: _reserved(device)) - memory
     seconds = time.monotonic() - began
     if progress is not None:
         progress(len(pieces), len(pieces), "done")
     elif runner.launches:
         log.info("warmed up in %.1f s: %d pieces, %d MiB of the device", seconds, len(pieces), memory >> 20)
     return seconds
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes of the device that cannot be given back, once it has done all that it was asked to."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def try_draws(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -72,7 +72,8 @@ def test_gradients_of_the_softplus_gate(logit: float | None, key_dim: int, _cuda
     first = run(chunk_kda, inputs, **IN_KERNEL)
     truth = run(recurrent_kda_reference, {n: x.double() for n, x in inputs.items()}, **IN_KERNEL)
     errors = errors_of(first, truth, inputs, False)
-    assert all(error <= LIMITS.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
+    limits = LIMITS | {"o": 6e-3}  # as at the gate's ends
+    assert all(error <= limits.get(n, 6e-3) for n, error in errors.items()), as_text(errors)
     assert {"scan_backward", "backward"} <= _cuda
     again = run(chunk_kda, inputs, **IN_KERNEL)
     assert all(torch.equal(first[n], again[n]) for n in first)

@@ -24,16 +24,18 @@ SHORT = 60
 
 @dataclass(frozen=True)
 class Machine:
-    """A pass takes `fixed` and `each` a token, in milliseconds."""
+    """A pass takes `fixed` and `each` a token, in milliseconds; one with a long prompt at least `deep` and those."""
 
     fixed: float
     each: float
+    deep: float = 0.0
     step_tokens: int = 512
     context: int = 8192
     long: int = 3000
 
 
 CPU = Machine(9.0, 0.1)
+RECORDED = Machine(5.0, 0.007, deep=57.0, step_tokens=8192, context=131072, long=60_000)  # passes of short prompts are
 GPU = Machine(28.0, 0.015, step_tokens=4096, context=131072, long=20_000)  # these are of the medium class there
 
 
@@ -70,6 +72,7 @@ def waits(machine: Machine, classes, *, busy: bool = True, count: int = 400) -> 
         plan, drawn = scheduler.plan(), {}
         for stage, rows in enumerate(plan.stages):
             took = machine.fixed + machine.each * sum(row.chunk.end - row.chunk.start for row in rows)
+            took += machine.deep * any(row.sequence.prompt == machine.long for row in rows)
             now += took * rng.uniform(0.95, 1.05)
             scheduler.took(plan, stage, took)
             for row in rows:
@@ -96,6 +99,15 @@ def test_short_prompts_wait_at_most_twice_as_long_as_on_an_idle_engine(machine):
         f"{idle:.0f} ms idle, {among:.0f} with budgets, {alone:.0f} without"
     )
     assert rate / slower < 1.8, f"long prompts take {rate / slower:.2f} times as long"
+
+
+def test_pieces_are_no_smaller_than_makes_them_shorter():
+    """Where a piece costs ten short steps whatever it holds, long prompts go on all the same."""
+    _, rate = waits(RECORDED, ONE, count=100)
+    among, slower = waits(RECORDED, service_classes(RECORDED.context))
+    assert among < 3 * RECORDED.deep and rate / slower < 5, (
+        f"{among:.0f} ms, long prompts take {rate / slower:.1f} times as long"
+    )
 
 
 def test_patience_is_a_trade():

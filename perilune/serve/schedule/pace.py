@@ -17,6 +17,10 @@ that arrive at random every eight times their own step and two prompts of 3000 t
 
 Answers behind the short prompts, arrivals three times as dense or in pairs, and passes that cost 3 ms and 0.2 ms a token
 give 1.57 to 1.91 times idle with 1.75, and up to 2.15 with 2.
+
+Passes with longer prompts may cost far more whatever they hold: on a GPU they are not recorded behind much. Smaller pieces do not
+make them shorter then, they only make the prompt slow. So what does not depend on the tokens is measured too, and a piece may
+always take `WORTH` times that.
 """
 
 from __future__ import annotations
@@ -27,7 +31,35 @@ RECENT = 256  # steps with prompts for which short prompts are expected again af
 WAIT = 3  # steps with short prompts in a row that longer ones wait for
 LEAST = 64  # tokens of a piece; shorter ones would take hardly less time
 PATIENCE = 1.75  # times of a short step that a piece may take
+WORTH = 1.5  # times of what a piece without tokens would cost: what one may take in any case
 _NEW = 0.2  # weight of a new measurement
+
+
+class _FixedCost:
+    """What pieces cost that does not depend on their tokens: the line through those of late, at no tokens.
+
+    Attributes:
+        seconds: the estimate; 0 until pieces of different lengths were seen.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._tokens: float | None = None  # means, and what goes with them, of pieces of late
+        self._took = self._square = self._product = 0.0
+
+    def saw(self, tokens: int, seconds: float) -> None:
+        """A piece of so many tokens took so long."""
+        if self._tokens is None:
+            self._tokens, self._took = float(tokens), seconds
+            return
+        off, late = tokens - self._tokens, seconds - self._took
+        self._tokens += _NEW * off
+        self._took += _NEW * late
+        self._square = (1 - _NEW) * (self._square + _NEW * off * off)
+        self._product = (1 - _NEW) * (self._product + _NEW * off * late)
+        if self._square > (0.1 * self._tokens) ** 2:  # else nothing but noise tells them apart
+            each = max(0.0, self._product / self._square)
+            self.seconds = min(self._took, max(0.0, self._took - each * self._tokens))
 
 
 class Pace:
@@ -44,6 +76,7 @@ class Pace:
         self.patience = patience
         self.tokens = inf
         self._short: float | None = None
+        self._fixed = _FixedCost()
         self._since = RECENT
         self._waited = 0
 
@@ -70,5 +103,7 @@ class Pace:
     def long_took(self, tokens: int, seconds: float) -> None:
         """Pieces of longer prompts took so long; the next ones are made longer or shorter, but not by much at once."""
         if self._short is not None and seconds > 0:
-            wanted = tokens * min(1.5, max(0.5, self.patience * self._short / seconds))
+            self._fixed.saw(tokens, seconds)
+            allowed = max(self.patience * self._short, WORTH * self._fixed.seconds)
+            wanted = tokens * min(1.5, max(0.5, allowed / seconds))
             self.tokens = max(LEAST, wanted if self.tokens == inf else self.tokens + 0.5 * (wanted - self.tokens))
