@@ -32,8 +32,8 @@ from perilune.serve.schedule import Row
 
 # On one H200 a pass of `mini` takes 5.2 ms for 64 tokens and 6.4 for 512: below, more sizes would gain nothing.
 TOKENS = (64, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-# Tokens in the pages of all sequences. Passes behind more were recorded too, 65536, and scores at 400K tokens then differed from
-# those of passes kernel by kernel, where they had been equal in every bit: until that is understood, they run as they are.
+# Tokens in the pages of all sequences. A room for 65536 was tried: scores of `mini` behind 400K tokens then differed from those of passes
+# kernel by kernel (docs/adr/0013), most likely by rounding alone, but that is not shown yet.
 CACHED = (4096, 16384)
 
 logger = logging.getLogger(__name__)
