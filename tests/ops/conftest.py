@@ -1,0 +1,1 @@
+"""Helpers that lie here can be imported by the tests of the folders below."""
