@@ -50,6 +50,20 @@ class _Recording:
     tables: Tensor
 
 
+def obstacle(model: Transformer, pool: PagePool) -> str | None:
+    """Why no pass of a model over a pool can be recorded, of whatever kind; None if nothing is known."""
+    if model.device.type != "cuda":
+        return f"CUDA graphs are recorded on CUDA devices, not on {model.device.type}"
+    others = sorted(set(model.cfg.layer_mixers) - {"kda", "mla"})
+    if others:
+        return f"layers of kind {', '.join(others)} ask the host"
+    if model.cfg.mla is not None and model.cfg.mla.rope_theta is not None:
+        return "rotated positions come from the host"
+    if pool.geometry.attention_layers and pool.geometry.page_tokens % PAGE:
+        return f"pages of {pool.geometry.page_tokens} tokens are not a multiple of the {PAGE} that the kernels read"
+    return None
+
+
 class DecodeGraphs:
     """Decoding by recordings.
 
@@ -68,15 +82,9 @@ class DecodeGraphs:
     @staticmethod
     def why_not(model: Transformer, pool: PagePool) -> str | None:
         """Why the decode passes of a model cannot be recorded; None if they can."""
-        if model.device.type != "cuda":
-            return f"CUDA graphs are recorded on CUDA devices, not on {model.device.type}"
-        others = sorted(set(model.cfg.layer_mixers) - {"kda", "mla"})
-        if others:
-            return f"layers of kind {', '.join(others)} ask the host while they decode"
-        if model.cfg.mla is not None and model.cfg.mla.rope_theta is not None:
-            return "rotated positions come from the host"
-        if pool.geometry.attention_layers and pool.geometry.page_tokens % PAGE:
-            return f"pages of {pool.geometry.page_tokens} tokens are not a multiple of the {PAGE} that the kernels read"
+        reason = obstacle(model, pool)
+        if reason is not None:
+            return reason
         empty = torch.zeros(1, 0, dtype=torch.int64, device=model.device)
         rows = PagedRows([0], empty[0], empty[0], empty, empty[0], empty.expand(pool.geometry.groups, 0))
         token = torch.empty(1, 1, dtype=model.compute_dtype, device=model.device)

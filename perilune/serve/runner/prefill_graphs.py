@@ -23,8 +23,8 @@ from perilune.ops.first_use import tell
 from perilune.ops.kda.gpu.padded_plan import Room as Tables
 from perilune.ops.kda.gpu.plan import CHUNK
 from perilune.ops.kda.gpu.support import DIMS, dtype_obstacle
-from perilune.ops.mla.kernel_choice import PAGE
 from perilune.serve.cache import Chunk
+from perilune.serve.runner.graphs import obstacle
 from perilune.serve.runner.pages import PagePool
 from perilune.serve.runner.prefill import CHUNKS, MARKS, PrefillInputs, Room
 from perilune.serve.runner.rows import marked
@@ -76,15 +76,9 @@ class PrefillGraphs:
     @staticmethod
     def why_not(model: Transformer, pool: PagePool) -> str | None:
         """Why the prefill passes of a model cannot be recorded; None if they can."""
-        if model.device.type != "cuda":
-            return f"CUDA graphs are recorded on CUDA devices, not on {model.device.type}"
-        others = sorted(set(model.cfg.layer_mixers) - {"kda", "mla"})
-        if others:
-            return f"layers of kind {', '.join(others)} are told by the host where chunks lie"
-        if model.cfg.mla is not None and model.cfg.mla.rope_theta is not None:
-            return "rotated positions come from the host"
-        if pool.geometry.page_tokens % PAGE:
-            return f"pages of {pool.geometry.page_tokens} tokens are not a multiple of the {PAGE} that the kernels read"
+        reason = obstacle(model, pool)
+        if reason is not None:
+            return reason
         kda = model.cfg.kda
         if pool.geometry.recurrent_layers and kda is not None:
             if not {kda.head_dim, kda.value_dim} <= set(DIMS):
