@@ -233,7 +233,10 @@ def test_many_machines_leave_nothing_behind(driver, home, spec, count):
             assert box.exec(["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo x > /workspace/x"]).code == 0
             box.destroy()
         _settled(sandboxes)
-        assert inventory() == before
+        after = inventory()
+        # A thread of an earlier test of this process may have ended meanwhile.
+        assert int(str(after.pop("threads"))) <= int(str(before.pop("threads")))
+        assert after == before
     assert machines(home) == []
 
 
