@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +16,27 @@ from perilune.serve.engine import EngineClosed
 
 Result = TypeVar("Result")
 IDLE_SECONDS = 0.002  # until work is looked for anew when there was none
+EXIT_SECONDS = 30.0  # that the end of the process waits for a step under way, and whatever the step compiles
+
+
+class _Thread(threading.Thread):
+    """Ends when its process does, and before it: `_end_threads`."""
+
+    def __init__(self, owner: EngineThread, run: Callable[[], None]) -> None:
+        super().__init__(target=run, name="perilune-engine", daemon=True)
+        self.owner = weakref.ref(owner)
+
+
+@atexit.register
+def _end_threads() -> None:
+    # Python ends a daemon thread by unwinding its stack as soon as it wants to run Python again. C++ answers that with
+    # std::terminate: were the thread within a tensor operation then, or freeing the model, the process would abort.
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    for thread in threads:
+        if (owner := thread.owner()) is not None:
+            owner.close(0.0)
+    for thread in threads:
+        thread.join(EXIT_SECONDS)
 
 
 class EngineThread(ABC):
@@ -67,7 +90,7 @@ class EngineThread(ABC):
                 )
             if self._thread is None:
                 release_threads()  # of the thread that loaded the model: from here on another one computes
-                self._thread = threading.Thread(target=self._run, name="perilune-engine", daemon=True)
+                self._thread = _Thread(self, self._run)
                 self._thread.start()
             self.inbox.put(command)
 

@@ -147,7 +147,10 @@ class Tiers:
             contents = {name: page.buffer() for name, page in pages.items() if not disk.index.has_page(name)}
             disk.put(prefix, contents, [page.buffer() for page in state])
 
-        self._files.submit(write)
+        try:
+            self._files.submit(write)
+        except RuntimeError:  # the process ends, and its executors take no more work
+            write()
 
     def prefetch(self, chain: TokenChain, then: Callable[[], None], post: Callable[[Callable[[], None]], None]) -> None:
         """Bring back what a prompt could skip, then go on.
