@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background of a shell; programs under test inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("soak" if config.getoption("--soak") else "suite")
 
 

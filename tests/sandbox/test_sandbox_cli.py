@@ -191,7 +191,6 @@ def test_a_stopped_run_leaves_nothing(command, home):
     process = subprocess.Popen(
         [sys.executable, "-m", "perilune", "sandbox", "run", "--", "sh", "-c", "echo up; sleep 1000"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background of a shell ignores it
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     process.send_signal(signal.SIGINT)
