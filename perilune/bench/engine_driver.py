@@ -14,6 +14,7 @@ from perilune.model.cast import compute_in
 from perilune.serve.cache import HybridCache, KnownPrompts, RootKey, TokenChain
 from perilune.serve.overlap import pays_off, why_settled_first
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
+from perilune.serve.runner.preparations import preparations
 from perilune.serve.schedule import Limits, Plan, Row, Scheduler, Sequence, ServiceClass
 from perilune.serve.staging import Readback, Stopwatch
 
@@ -73,7 +74,7 @@ class Driver:
 
     def warm_up(self) -> None:
         """As a server does before it is ready."""
-        for _, run in self.runner.preparations(rare=False):
+        for _, run in preparations(self.runner, rare=False):
             run()
 
     def chain(self, ids: list[int]) -> TokenChain:

@@ -49,7 +49,7 @@ def measure(preset: str) -> None:
     pool = PagePool(model.cfg, geometry, 64, torch.bfloat16, model.device)
     pool.bytes_PR.zero_()
     runner = ModelRunner(model, pool, model.cfg.vocab_size)
-    passes = runner._prefills
+    passes = runner.prefill_graphs
     assert passes is not None, "prefill passes of this model are not recorded"
     for tokens, before in CASES:
         sequence = SimpleNamespace(
@@ -60,13 +60,13 @@ def measure(preset: str) -> None:
         row = Row(sequence, Chunk("r", 0, before, before + tokens, pages, state, (), ()), True)
 
         def run(row: Row = row) -> None:
-            runner._prefill_all([row], Scores())
+            runner.prefill([row], Scores())
 
         with torch.inference_mode():
-            runner._prefills = None
+            runner.prefill_graphs = None
             run()
             as_it_is, (kernel_ms, count) = timed(run, 3), kernels_of(run)
-            runner._prefills = passes
+            runner.prefill_graphs = passes
             room = passes.room_for([row.chunk])
             assert room is not None
             began = time.perf_counter()

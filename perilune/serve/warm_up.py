@@ -15,6 +15,7 @@ import torch
 
 from perilune.serve.core import EngineCore
 from perilune.serve.request import SamplingParams
+from perilune.serve.runner.preparations import preparations
 from perilune.serve.sampling import SamplingRow, start_draw, token_logprobs
 
 TELL_EVERY = 3.0  # seconds
@@ -69,7 +70,7 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None,
         core: the engine.
         vocabulary: ids that can be drawn.
         progress: see `Progress`; None = a line in the log now and then.
-        rare: see `ModelRunner.preparations`.
+        rare: see `preparations`.
 
     Raises:
         EngineClosed: the engine was closed meanwhile.
@@ -78,7 +79,7 @@ def warm_up(core: EngineCore, vocabulary: int, progress: Progress | None = None,
     runner = core.runner
     device = runner.model.device
     pieces = [
-        *runner.preparations(rare=rare),
+        *preparations(runner, rare=rare),
         ("drawing", lambda: try_draws(vocabulary, runner.model.compute_dtype, device)),
     ]
     if core.tiers is not None and runner.launches:

@@ -42,7 +42,7 @@ def bench(model: Transformer, cases, recorded: bool):
     pool = PagePool(model.cfg, geometry, 200, torch.bfloat16, model.device)
     pool.bytes_PR.fill_(255)
     runner = ModelRunner(model, pool, model.cfg.vocab_size)
-    passes, runner._prefills = runner._prefills, None
+    passes, runner.prefill_graphs = runner.prefill_graphs, None
     assert passes is not None
     free, rows = iter(range(200)), []
     torch.manual_seed(0)
@@ -55,10 +55,10 @@ def bench(model: Transformer, cases, recorded: bool):
         pool.bytes_PR[list(state)] = 0
         sequence = SimpleNamespace(name=f"s{number}", ids=ids, content=None, prompt=end)
         if start:
-            runner._prefill(Row(sequence, Chunk("r", 0, 0, start, pages, state, (), ()), False), Scores())
+            runner.passes.alone(Chunk("r", 0, 0, start, pages, state, (), ()), ids[:start], "none")
         exports = tuple(ExportState(mark, tuple(next(free) for _ in range(geometry.groups)), "test") for mark in marks)
         rows.append(Row(sequence, Chunk("r", 0, start, end, pages, state, (), exports), number != 1))
-    runner._prefills = passes if recorded else None
+    runner.prefill_graphs = passes if recorded else None
     return runner, rows
 
 
@@ -85,9 +85,9 @@ def test_recorded_is_as_it_is(name: str) -> None:
         runner, rows = bench(model, CASES[name], recorded)
         scores = Scores()
         if recorded:
-            assert runner._prefills is not None
-            assert runner._prefills.room_for([row.chunk for row in rows]) is not None
-        runner._prefill_all(rows, scores)
+            assert runner.prefill_graphs is not None
+            assert runner.prefill_graphs.room_for([row.chunk for row in rows]) is not None
+        runner.prefill(rows, scores)
         torch.cuda.synchronize()
         written = {
             page: runner.pool.bytes_PR[page].clone()
@@ -125,7 +125,7 @@ def test_a_recording_serves_one_after_the_other() -> None:
         for number in order:
             runner.pool.bytes_PR[list(rows[number].chunk.state)] = 0
         scores = Scores()
-        runner._prefill_all([rows[number] for number in order], scores)
+        runner.prefill([rows[number] for number in order], scores)
         found.append(scores)
     first, last = (found[place].logits["s0"] for place in (0, -1))
     assert torch.equal(first, last) and bool(torch.isfinite(first).all())
@@ -140,7 +140,7 @@ def test_a_warm_engine_compiles_nothing(caplog: pytest.LogCaptureFixture) -> Non
     )
     assert PrefillGraphs.why_not(model, running.core.runner.pool) is None
     seconds = running.warm_up()
-    before = running.core.runner._prefills
+    before = running.core.runner.prefill_graphs
     assert before is not None and before.failed is None
     caplog.clear()
     kinds = (

@@ -81,7 +81,7 @@ def test_filled_up_passes_give_the_scores_of_one_pass(most: int):
     """Prompts of all lengths, behind hits and chunks, with states inside; more of them than a pass takes."""
     model = tiny_model()
     served = Served(model, step_tokens=150, chunk=70, retention="turns+second-hit+interval:12")
-    passes = served.runner._prefills = Passes(served.runner, Room(160, 40), most)
+    passes = served.runner.prefill_graphs = Passes(served.runner, Room(160, 40), most)
     base = text(100)
     prompts = [text(1), text(7, 1), base, base[:41] + text(9, 2), text(66, 3), text(23, 4)]
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_filled_up_passes_give_the_scores_of_one_pass(most: int):
 def test_what_no_size_holds_runs_as_it_is():
     model = tiny_model()
     served = Served(model, step_tokens=300, chunk=300)
-    passes = served.runner._prefills = Passes(served.runner, Room(64, 40), 4)
+    passes = served.runner.prefill_graphs = Passes(served.runner, Room(64, 40), 4)
     sequences = [served.add(text(length, length), tokens=2) for length in (200, 30, 20)]
     served.serve()
     assert max(map(served.error, sequences)) < 1e-9 and passes.refused > 0

@@ -30,7 +30,7 @@ def kimi() -> Transformer:
 def answers(model, count: int, recorded: bool, **options) -> tuple[Served, list]:
     served = Served(model, step_tokens=600, **options)
     if not recorded:
-        served.runner._recorded = None
+        served.runner.decode_recordings = None
     sequences = [served.add(text(9 + seed, seed=seed), tokens=3 + seed % 9) for seed in range(count)]
     served.serve()
     return served, sequences
@@ -43,7 +43,7 @@ def test_recorded_passes_give_the_same_bits(make, count):
     model = make()
     ours, sequences = answers(model, count, recorded=True)
     plain, wanted = answers(model, count, recorded=False)
-    assert isinstance(ours.runner._recorded, DecodeRecordings) and plain.runner._recorded is None
+    assert isinstance(ours.runner.decode_recordings, DecodeRecordings) and plain.runner.decode_recordings is None
     assert [s.ids for s in sequences] == [s.ids for s in wanted]
     for ours_logits, plain_logits in zip(ours.logits.values(), plain.logits.values(), strict=True):
         assert torch.equal(torch.stack(ours_logits), torch.stack(plain_logits))
@@ -69,13 +69,13 @@ def test_recordings_are_given_up_when_they_are_too_large(monkeypatch):
     model = fp32()
     ours, sequences = answers(model, 4, recorded=True)
     assert max(map(ours.error, sequences)) < 1e-4
-    kept = [one for one in ours.runner._recorded._recorded.values() if one is not None]
+    kept = [one for one in ours.runner.decode_recordings._recorded.values() if one is not None]
     assert len(kept) == 1
 
 
 def test_what_is_not_recorded_says_why():
     served = Served(tiny_model())
-    assert served.runner._recorded is None
+    assert served.runner.decode_recordings is None
     assert "float64" in DecodeRecordings.why_not(served.model, served.runner.pool)
     others = Transformer(dataclasses.replace(tiny(), mixer="gdn")).eval()
     assert "gdn" in DecodeRecordings.why_not(others, served.runner.pool)

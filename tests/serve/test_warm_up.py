@@ -14,10 +14,11 @@ from tiny_model import tiny_engine, uncached
 
 from perilune.errors import ConfigError
 from perilune.ops import first_use
-from perilune.serve import structured
+from perilune.serve import structured, warm_up
 from perilune.serve.engine import EngineClosed
 from perilune.serve.llm import LLM
 from perilune.serve.request import SamplingParams
+from perilune.serve.runner.preparations import preparations
 from perilune.serve.settings import EngineSettings
 from perilune.serve.warm_up import FirstUses
 
@@ -42,14 +43,14 @@ def test_it_changes_nothing_and_tells_how_far_it_is():
 def test_requests_are_answered_between_its_pieces(monkeypatch):
     engine, began = tiny_engine(), threading.Event()
     job = engine.complete([[5, 6, 7]], GREEDY)
-    made = engine.core.runner.preparations()
+    made = preparations(engine.core.runner)
 
     def slow():
         began.set()
         list_of.append(1)
 
     list_of: list[int] = []
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: [("slow", slow)] * 50 + made)
+    monkeypatch.setattr(warm_up, "preparations", lambda runner, rare: [("slow", slow)] * 50 + made)
     thread = threading.Thread(target=engine.warm_up)
     thread.start()
     began.wait(10)
@@ -61,14 +62,14 @@ def test_requests_are_answered_between_its_pieces(monkeypatch):
 
 def test_an_engine_that_closes_ends_it(monkeypatch):
     engine = tiny_engine()
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: [("close", lambda: engine.close(0.0))] * 2)
+    monkeypatch.setattr(warm_up, "preparations", lambda runner, rare: [("close", lambda: engine.close(0.0))] * 2)
     with pytest.raises(EngineClosed):
         engine.warm_up()
 
 
 def test_lazy_does_nothing(monkeypatch):
     engine = tiny_engine(settings=uncached(warm_up="lazy"))
-    monkeypatch.setattr(engine.core.runner, "preparations", lambda rare: pytest.fail("nothing was asked for"))
+    monkeypatch.setattr(warm_up, "preparations", lambda runner, rare: pytest.fail("nothing was asked for"))
     assert engine.warm_up() == 0.0 and not engine.first_uses.warmed
     engine.close()
     with pytest.raises(ConfigError, match="allowed: full, fast, lazy"):
@@ -81,14 +82,13 @@ def test_fast_leaves_out_what_is_rare(monkeypatch):
     asked = []
     for way in ("full", "fast"):
         engine = tiny_engine(settings=uncached(warm_up=way))
-        made = engine.core.runner.preparations
         monkeypatch.setattr(
-            engine.core.runner, "preparations", lambda rare, made=made: asked.append(rare) or made(rare=rare)
+            warm_up, "preparations", lambda runner, rare: asked.append(rare) or preparations(runner, rare=rare)
         )
         engine.warm_up()
         assert engine.first_uses.warmed
-        engine.core.runner._prefills = SimpleNamespace(rooms=[])  # as on a GPU: prompts run by recordings
-        names = [what for what, _ in made(rare=way == "full")]
+        engine.core.runner.prefill_graphs = SimpleNamespace(rooms=[])  # as on a GPU: prompts run by recordings
+        names = [what for what, _ in preparations(engine.core.runner, rare=way == "full")]
         assert any("as they are" in name for name in names) == (way == "full")
         engine.close()
     assert asked == [True, False]

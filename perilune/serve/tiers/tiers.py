@@ -96,7 +96,7 @@ class Tiers:
 
     def preparations(self, longest: int) -> list[tuple[str, Callable[[], object]]]:
         """Memory of the host in pieces, all of the host tier's and what a prefix of so many tokens needs on its way from a disk:
-        see `ModelRunner.preparations`."""
+        see `runner.preparations`."""
         shape = self._cache.geometry
         pages = self._host.index.limit // shape.page_bytes
         if self._disk is not None:
