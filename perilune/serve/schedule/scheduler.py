@@ -12,46 +12,19 @@ one that is being drawn.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from perilune.errors import CapacityError, ConfigError
+from perilune.errors import CapacityError
 from perilune.serve.cache import Admission, HybridCache
-from perilune.serve.schedule.classes import ServiceClass, check_classes, class_of, patience_of, service_classes
+from perilune.serve.schedule.classes import class_of, patience_of
+from perilune.serve.schedule.limits import Limits
 from perilune.serve.schedule.pace import Pace
 from perilune.serve.schedule.plan import Plan, Row
 from perilune.serve.schedule.queues import Queues, importance
 from perilune.serve.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a step may hold.
-
-    Attributes:
-        sequences: most running sequences.
-        step_tokens: most tokens of a step; decoding comes first, prompts get the rest.
-        chunk: most tokens of one prompt in a step.
-        grid: with a number above 0, chunks end at multiples of it or at the end of what is known, whatever else is in the
-            step: the arithmetic of a sequence then does not depend on the others. `chunk` is not used.
-        classes: see `classes`.
-
-    Raises:
-        ConfigError: a limit below 1, or classes that reserve more than there is.
-    """
-
-    sequences: int = 64
-    step_tokens: int = 512
-    chunk: int = 512
-    grid: int = 0
-    classes: tuple[ServiceClass, ...] = field(default_factory=lambda: service_classes(131072))
-
-    def __post_init__(self) -> None:
-        for name in ("sequences", "step_tokens", "chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        check_classes(self.classes)
+from perilune.serve.schedule.shares import Shares
 
 
 class Scheduler:
@@ -249,68 +222,25 @@ class Scheduler:
         return Row(sequence, chunk, True, end > known)
 
     def _plan_prompts(self, step: int, budget: int) -> list[Row]:
-        """Chunks of prompts: each class's own share, then what is left, the most important class first; classes with a cap
-        come last, and wait for the next step while others keep coming, but not for ever."""
+        """Chunks of prompts, of up to `budget` tokens."""
         if budget < 1:
             return []
-        classes = self.limits.classes
-        prompts: list[list[Sequence]] = [[] for _ in classes]
+        kinds = range(len(self.limits.classes))
+        prompts: list[list[Sequence]] = [[] for _ in kinds]
         for sequence in self.running.values():
             if sequence.left > (sequence.scheduled >= sequence.prompt):  # its last token alone is decoding
                 prompts[sequence.kind].append(sequence)
         for kind in prompts:
             kind.sort(key=importance)
-        given: dict[str, int] = {}
-        at_work = [bool(prompts[k] or self.queues.count(k)) for k in range(len(classes))]
-        own = [int(shares.tokens * budget) if work else 0 for shares, work in zip(classes, at_work)]
-        capped = [k for k, shares in enumerate(classes) if shares.cap < 1.0]
-        others = [k for k in range(len(classes)) if k not in capped]
-        wait = self.pace.planned(short=any(at_work[k] for k in others))
-        left = budget if wait else budget - sum(own[k] for k in capped)
-        left -= sum(self._serve(k, own[k], prompts[k], given) for k in others)
-        for kind in others:
-            left -= self._serve(kind, left, prompts[kind], given)
-        if not (wait and given):
-            left = int(min(budget - sum(given.values()), self.pace.most))
-            for kind in (
-                capped if self.steps % 2 else reversed(capped)
-            ):  # a piece may be all of one class: they take turns
-                cap = int(classes[kind].cap * budget) if sum(at_work) > 1 else budget
-                left -= self._serve(kind, min(left, cap), prompts[kind], given)
+        shares = Shares(self.limits, self.cache.geometry.unit, prompts, self._admit, self._planned)
+        at_work = [bool(prompts[kind] or self.queues.count(kind)) for kind in kinds]
+        shares.hand_out(budget, at_work, self.pace, turn=self.steps)
         rows = []
-        for kind in prompts:
-            for sequence in kind:
-                if (count := given.pop(sequence.name, 0)) and (row := self._extend(step, sequence, count)) is not None:
-                    rows.append(row)
+        for sequence in itertools.chain(*prompts):
+            count = shares.given.pop(sequence.name, 0)
+            if count and (row := self._extend(step, sequence, count)) is not None:
+                rows.append(row)
         return rows
-
-    def _serve(self, kind: int, budget: int, prompts: list[Sequence], given: dict[str, int]) -> int:
-        """Give up to `budget` tokens to a class: to its prompts that run, then to those it can admit; returns how many."""
-        spent = 0
-        for sequence in prompts:
-            if spent >= budget:
-                return spent
-            if sequence.state == RUNNING:  # and has not made room for a more important one
-                spent += self._give(sequence, budget - spent, given)
-        while spent < budget and (sequence := self._admit(kind)) is not None:
-            prompts.append(sequence)
-            spent += self._give(sequence, budget - spent, given)
-        return spent
-
-    def _give(self, sequence: Sequence, room: int, given: dict[str, int]) -> int:
-        """Add to a sequence's tokens of this step; returns how many."""
-        had, grid = given.get(sequence.name, 0), self.limits.grid
-        if grid:  # all of its block at once, even beyond the room: half a block would be another arithmetic
-            count = 0 if had else min(sequence.left, grid - sequence.scheduled % grid)
-        else:
-            count = min(sequence.left - had, self.limits.chunk - had, room)
-            end, unit = sequence.scheduled + had + count, self.cache.geometry.unit
-            if count < sequence.left - had and end % unit < had + count:
-                count -= end % unit  # end where a checkpoint can be
-        if count > 0:
-            given[sequence.name] = had + count
-            self._planned.add(sequence.name)
-        return max(count, 0)
 
     # ---- admission
 

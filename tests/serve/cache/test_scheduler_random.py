@@ -15,6 +15,7 @@ from perilune.serve.cache import HybridCache
 from perilune.serve.cache.steps import StepLedger
 from perilune.serve.schedule import Scheduler, Sequence
 from perilune.serve.schedule.sequence import ENDED
+from perilune.serve.schedule.shares import Shares
 from perilune.serve.tiers import Tiers
 
 # Pools from roomy to hardly larger than one request; several policies; with and without a grid; with and without rows for
@@ -149,10 +150,8 @@ def preempt_those_under_way(patch):
 
 
 def ignore_the_budget(patch):
-    real = Scheduler._serve
-    patch.setattr(
-        Scheduler, "_serve", lambda self, kind, budget, prompts, given: real(self, kind, 2 * budget, prompts, given)
-    )
+    real = Shares._serve
+    patch.setattr(Shares, "_serve", lambda self, kind, budget: real(self, kind, 2 * budget))
 
 
 def draw_early(patch):
