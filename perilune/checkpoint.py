@@ -182,7 +182,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{folder} is not a checkpoint: cannot read state.json ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         found = index.get("format") if isinstance(index, dict) else type(index).__name__
@@ -191,6 +191,10 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has format version {index.get('version')}; this program reads version {VERSION}"
         )
+    kinds = {"step": int, "files": dict, "tensors": dict, "state": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(index.get(key), kind)]
+    if wrong or not isinstance(index["tensors"].get("model"), dict):
+        raise CheckpointError(f"{path} is damaged: it does not say its {', '.join(wrong) or 'tensors'}")
     return index
 
 

@@ -62,9 +62,15 @@ def sync_directory(path: Path) -> None:
 def write_atomic(path: Path, content: bytes) -> None:
     """Write `content` so that `path` holds either its old content or all of the new one, also after a power cut.
 
+    A device or pipe, such as /dev/stdout, is written to: a rename would put a file in its place.
+
     Raises:
         CapacityError: the disk is full; the old file is untouched and the temporary one removed.
     """
+    if path.exists() and not path.is_file():
+        with disk_errors(path):
+            path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
@@ -107,7 +113,13 @@ class RunDir:
 
     @staticmethod
     def resolve(name_or_path: str | Path) -> RunDir:
-        """A bare name lives under `runs/`; anything with a separator, or a folder that holds a run, is a path."""
+        """A bare name lives under `runs/`; anything with a separator, or a folder that holds a run, is a path.
+
+        Raises:
+            ConfigError: the name is empty, as an unset variable of a shell is.
+        """
+        if not str(name_or_path):
+            raise ConfigError("the name of a run is empty; give a name (it lives under runs/) or the path of a folder")
         path = Path(name_or_path)
         text = str(name_or_path)
         bare = isinstance(name_or_path, str) and os.sep not in text and text not in (".", "..")
@@ -143,13 +155,14 @@ class RunDir:
         """Make the folder and its sub-folders.
 
         Raises:
-            ConfigError: the path is a file, or may not be written.
+            ConfigError: the path is a file, or cannot be made or written.
+            CapacityError: the disk is full.
         """
         try:
             for folder in (self.path, self.checkpoints_path, self.path / "probes"):
                 with disk_errors(folder):
                     folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"cannot use {self.path} as a run folder: {error.strerror} ({error.filename}); choose another --run"
             ) from error
@@ -209,7 +222,7 @@ class RunDir:
             return json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
 
     # -- metrics ----------------------------------------------------------------------------------------------------

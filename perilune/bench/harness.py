@@ -346,9 +346,12 @@ def read(results: Path) -> list[Row]:
     """The rows of a results file; a last line that was cut off while being written is left out.
 
     Raises:
-        ConfigError: a line is not a row.
+        ConfigError: the file cannot be read, or a line is not a row.
     """
-    text = results.read_text(encoding="utf-8") if results.exists() else ""
+    try:
+        text = results.read_text(encoding="utf-8") if results.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{results} is no results file ({error}); choose another --results") from error
     rows, lines, whole = [], text.splitlines(), text.endswith("\n")
     for number, line in enumerate(lines, start=1):
         try:

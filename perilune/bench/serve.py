@@ -30,7 +30,7 @@ from perilune.bench.harness import Row, append, commit, device_name, read, versi
 from perilune.bench.serve_load import Load, Record
 from perilune.bench.serve_process import ServerPlan, Servers
 from perilune.bench.serve_traces import make_trace
-from perilune.errors import ConfigError
+from perilune.errors import ConfigError, RequestError
 
 SCENARIOS = ("chat", "agent", "shared", "mix", "burst", "abort")
 PERCENTILES = (50, 90, 99)
@@ -231,7 +231,17 @@ def _own(servers: Servers, name: str, load: LoadPlan, plan: ServerPlan) -> dict[
 
 
 def _foreign(name: str, load: LoadPlan, url: str, key: str) -> dict[str, Outcome]:
+    import httpx
+
     trace, abort = ("chat", 0.1) if name == "abort" else (name, 0.0)
+    try:
+        httpx.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60).json()[
+            "data"
+        ][0]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        raise RequestError(
+            f"--url {url}: no OpenAI-style server with a model answers there ({type(error).__name__}: {error}); check address and key"
+        ) from error
     return {"server": asyncio.run(drive(url, trace, load, abort=abort, key=key))}
 
 

@@ -12,6 +12,7 @@ from perilune.config.parse import parse_flags
 from perilune.config.presets import training
 from perilune.errors import ConfigError
 from perilune.eval.factors import K3_FORM, Variant, plan, values_of
+from perilune.rundir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ def parse_vary(words: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
     """`("residual=plain,full", "ffn,mixer")` → `[("residual", ("plain", "full")), ("ffn", ()), ("mixer", ())]`.
 
     Raises:
-        ConfigError: unknown factor or value, or a single value (nothing to compare).
+        ConfigError: unknown factor or value, one that is named twice, or a single value (nothing to compare).
     """
     vary: list[tuple[str, tuple[str, ...]]] = []
     for word in words:
@@ -65,7 +66,13 @@ def parse_vary(words: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
         if len(values) < 2:
             raise ConfigError(f"--vary {word} gives {len(values)} value; give two or more to compare, e.g. "
                               f"{factor}={','.join(values_of(factor)[:2])}, or just {factor} for K3's {K3_FORM[factor]}")  # fmt: skip
+        if len(set(values)) < len(values):
+            raise ConfigError(f"--vary {word} names a value twice; each is trained once")
         vary.append((factor, values))
+    names = [factor for factor, _ in vary]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"--vary names the factor {twice[0]} more than once; give all its values at one place")
     return vary
 
 
@@ -85,6 +92,8 @@ def run(args: list[str]) -> int:
     name = f"ablate-{flags.base or flags.preset}-{'-'.join(factor for factor, _ in vary)}"
     folder = flags.run or Path(name)
     folder = folder if len(folder.parts) > 1 else Path("runs") / folder
+    if RunDir(folder).exists():
+        raise ConfigError(f"{folder} is a run, not the parent folder of an ablation; choose another --run")
 
     from rich.console import Console
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune.config.parse import parse_flags
+from perilune.config.train import MAX_SEED, MAX_THREADS
 from perilune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,6 +126,21 @@ def _draw_serving(folder: Path, cache_rows: Path) -> None:
         print(path, file=sys.stderr)
 
 
+def _check(flags: BenchFlags) -> None:
+    """ConfigError for a number that means nothing, before minutes are spent."""
+    for name in ("budget", "rate", "concurrency"):
+        if getattr(flags, name) < 0:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must not be negative")
+    if flags.requests < 1:
+        raise ConfigError(f"--requests {flags.requests} must be at least 1")
+    if not 0 <= flags.threads <= MAX_THREADS:
+        raise ConfigError(f"--threads {flags.threads} must lie in 0 (all cores) to {MAX_THREADS}")
+    if not 0 <= flags.seed <= MAX_SEED:
+        raise ConfigError(f"--seed {flags.seed} must lie in 0 to {MAX_SEED}")
+    if flags.url and not flags.url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {flags.url} must begin with http:// or https://")
+
+
 def run(args: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     suite = args[0] if args and not args[0].startswith("-") else ""
@@ -133,6 +149,7 @@ def run(args: list[str]) -> int:
     flags = parse_flags(
         BenchFlags, args[1:] if suite else args, BenchFlags(), prog="perilune bench", description=__doc__ or ""
     )
+    _check(flags)
     import torch
 
     from perilune.train.precision import usable_cores

@@ -50,21 +50,25 @@ def run(args: list[str]) -> int:
         raise ConfigError(f"--pictures {flags.pictures} must be 0 (none) or more")
     from perilune.eval.heldout import evaluate_run
     from perilune.eval.vision import examine_run
+    from perilune.loading.run import newest_step
 
+    run = RunDir.resolve(flags.run)
+    # One checkpoint for both, also while the run goes on and writes others.
+    step = flags.step if flags.step is not None or not run.exists() else newest_step(run)
     exams = None
     if flags.pictures:  # first: a run without pictures is refused before minutes of scoring
-        exams = examine_run(flags.run, step=flags.step, pictures=flags.pictures, device=flags.device)
-    result = evaluate_run(flags.run, step=flags.step, max_tokens=flags.tokens, device=flags.device)
-    folder = RunDir.resolve(flags.run).path
+        exams = examine_run(flags.run, step=step, pictures=flags.pictures, device=flags.device)
+    result = evaluate_run(flags.run, step=step, max_tokens=flags.tokens, device=flags.device)
+    folder = run.path
     if flags.json:
-        told = {"run": str(folder), "step": flags.step, "bits_per_byte": result.bits_per_byte, "nats": result.nats,
+        told = {"run": str(folder), "step": step, "bits_per_byte": result.bits_per_byte, "nats": result.nats,
                 "bytes": result.bytes, "tokens": result.tokens, "documents": result.documents,
                 "seconds": result.seconds}  # fmt: skip
         print(json.dumps(told if exams is None else told | {"pictures": exams}))
         return 0
     print(
         f"{folder}: {result.bits_per_byte:.4f} bits/byte on {result.bytes:,} held-out bytes "
-        f"({result.documents} documents, {result.tokens:,} tokens, {result.seconds:.1f} s)"
+        f"({result.documents} document{'s' * (result.documents != 1)}, {result.tokens:,} tokens, {result.seconds:.1f} s)"
     )
     for part, questions in (exams or {}).items():
         for exam in questions.values():

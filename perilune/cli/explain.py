@@ -13,6 +13,8 @@ from typing import Annotated
 import tyro
 
 from perilune.config.parse import parse_flags
+from perilune.config.train import MAX_SEED
+from perilune.errors import ConfigError
 from perilune.explain.catalogue import MECHANISMS, explain
 from perilune.explain.explanation import Explanation, excerpt
 from perilune.report.build import write_page
@@ -54,6 +56,8 @@ def run(args: list[str]) -> int:
             print("\n".join(f"{name:<20} {line}" for name, line in MECHANISMS.items()))
             print("\nperilune explain NAME explains one; --run RUN computes it from a trained run.")
         return 0
+    if not 0 <= flags.seed <= MAX_SEED:
+        raise ConfigError(f"--seed {flags.seed} must lie in 0 to {MAX_SEED}")
     found = explain(flags.mechanism, run=flags.run, text=flags.text, seed=flags.seed)
     model = f"the run {flags.run}" if flags.run else f"a tiny model with seed {flags.seed}"
     written = []

@@ -12,6 +12,7 @@ from perilune.config.parse import from_dict, load_toml, parse_flags
 from perilune.config.presets import preset
 from perilune.config.published import load_config
 from perilune.errors import ConfigError
+from perilune.rundir import RunDir
 from perilune.shapes.cache import cache_bytes_per_token, recurrent_bytes
 from perilune.shapes.counts import count_parameters
 from perilune.shapes.flops import forward_flops_per_token, train_flops_per_token, vision_flops
@@ -28,7 +29,7 @@ class InspectFlags:
     Attributes:
         preset: a named model, e.g. nano, k3.
         config: instead of a preset, a TOML file with a [model] table, e.g. a run's config.toml, or a published config.json.
-        model: instead of a preset, the folder of a run or of a published checkpoint.
+        model: instead of a preset, a run (name or folder) or the folder of a published checkpoint.
         seq_len: window for the FLOPs of attention.
         tensors: list every tensor of the published checkpoint form.
         json: one JSON object on stdout.
@@ -36,7 +37,7 @@ class InspectFlags:
 
     preset: str = "nano"
     config: Path | None = None
-    model: Path | None = None
+    model: str | None = None
     seq_len: int = 4096
     tensors: bool = False
     json: bool = False
@@ -108,7 +109,8 @@ def _model(flags: InspectFlags) -> tuple[ModelConfig, str]:
         raise ConfigError("--config and --model exclude each other: give one of them")
     path = flags.config
     if flags.model is not None:
-        files = [flags.model / "config.toml", flags.model / "config.json"]
+        folder = Path(flags.model)
+        files = [RunDir.resolve(flags.model).path / "config.toml", folder / "config.toml", folder / "config.json"]
         path = next((file for file in files if file.is_file()), None)
         if path is None:
             raise ConfigError(f"--model {flags.model} has neither a config.toml (a run) nor a config.json (published)")

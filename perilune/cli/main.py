@@ -1,7 +1,7 @@
 """`perilune VERB …`: pick the verb's module, run it, turn errors into messages and exit codes.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped and saved. Nothing heavy is imported before a verb is known, so
-`--help` and `--version` answer at once.
+Exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C or SIGTERM, with what a verb promises to save. Nothing heavy is
+imported before a verb is known, so `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import io
 import logging
+import os
+import signal
 import sys
+import threading
+from typing import Any
 
 from perilune import __version__
 from perilune.errors import ConfigError, PeriluneError
@@ -54,13 +59,80 @@ def _logging(level: int) -> None:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
 
 
+def _standard_streams() -> None:
+    """Make the three streams usable whatever started the process.
+
+    A closed one is opened on nothing, or the next file that is opened, such as a checkpoint, would take its number and
+    everything printed would go into it. A terminal or pipe of few letters (ASCII, Latin-1) shows the others escaped.
+    """
+    for number, mode in enumerate(("r", "w", "w")):
+        name = ("stdin", "stdout", "stderr")[number]
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _stop(_number: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _sigterm_interrupts() -> None:
+    """Let SIGTERM end a verb as Ctrl-C does, so that what it holds (temporary files, guests, threads) is put away."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _stop)
+
+
+def _no_reader() -> None:
+    """The reader of a pipe went away (`perilune … | head`): point the streams at nothing so that exit does not fail again."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nothing, stream.fileno())
+    os.close(nothing)
+
+
+def _refused(error: OSError) -> str:
+    """What the system refused, and to which file."""
+    if error.filename is None:
+        return f"the system refused something: {error.strerror or error}"
+    return f"the system refused {error.filename}: {error.strerror}; check its path, permissions and disk"
+
+
+def _no_memory(error: Exception) -> bool:
+    """True if an allocation failed, Python's or torch's."""
+    told = str(error)
+    return isinstance(error, MemoryError) or "can't allocate memory" in told or "out of memory" in told
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code.
 
     Args:
         argv: arguments without the program's name; None = `sys.argv[1:]`.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _standard_streams()
+        _sigterm_interrupts()
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a reader that went away is noticed here and not after the last line of Python
+        return code
+    except BrokenPipeError:
+        _no_reader()
+        return 1
+
+
+def _run(args: list[str]) -> int:
+    """Run a command line, tell its errors and return the exit code; BrokenPipeError where nobody reads what it prints."""
     level = logging.INFO
     while args and args[0] in ("-v", "--verbose", "-q", "--quiet"):
         level = logging.DEBUG if args.pop(0) in ("-v", "--verbose") else logging.WARNING
@@ -80,17 +152,27 @@ def main(argv: list[str] | None = None) -> int:
     _logging(level)
     try:
         return importlib.import_module(f"perilune.cli.{verbs[verb][0]}").run(rest)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except PeriluneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
-        # The reader of a pipe went away (`perilune … | head`): point stdout at nothing so that exit does not fail again.
-        sys.stdout = None
-        return 1
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    except OSError as error:
+        message = _refused(error)
+        logging.getLogger("perilune").debug("where it came from:", exc_info=error)
+    except (MemoryError, RuntimeError) as error:
+        if not _no_memory(error):
+            raise
+        message = (
+            f"out of memory ({str(error).splitlines()[0][:200] or 'Python'}); take a smaller model, batch or window"
+        )
+    print(f"error: {message}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from perilune.train.callbacks.callback import Callback
@@ -14,7 +16,10 @@ PLAIN_EVERY = 10.0
 
 
 class ProgressLine(Callback):
-    """A live line on a terminal; elsewhere a plain line now and then. All of it goes to stderr."""
+    """A live line on a terminal; elsewhere a plain line now and then. All of it goes to stderr.
+
+    A stderr that nobody reads any more (`2>&1 | head`, a closed terminal) ends the telling, never the run.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -24,6 +29,7 @@ class ProgressLine(Callback):
         self._task: Any = None
         self._speed = 0.0
         self._last_line = -PLAIN_EVERY
+        self._heard = True
 
     def on_start(self, trainer: Trainer) -> None:
         """Say what trains on what, and open the line."""
@@ -46,7 +52,7 @@ class ProgressLine(Callback):
                 TextColumn("eta"), TimeRemainingColumn(), console=self._console, transient=True,
             )  # fmt: skip
             self._task = self._live.add_task("", total=trainer.config.steps, completed=trainer.step)
-            self._live.start()
+            self._tell(self._live.start)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Move the line on."""
@@ -59,7 +65,8 @@ class ProgressLine(Callback):
         parts += [f"{self._speed:,.0f} tokens/s", f"MFU {share:.1%}"]
         text = "  ".join(parts)
         if self._live is not None:
-            self._live.update(self._task, completed=trainer.step, description=text)
+            update = functools.partial(self._live.update, self._task, completed=trainer.step, description=text)
+            self._tell(update)
             return
         now = time.monotonic()
         if now - self._last_line >= PLAIN_EVERY or trainer.step == trainer.config.steps:
@@ -85,11 +92,18 @@ class ProgressLine(Callback):
 
     def _close(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            self._tell(self._live.stop)
             self._live = None
 
     def _say(self, text: str) -> None:
         if self._live is not None:
-            self._console.print(text, highlight=False)
+            self._tell(lambda: self._console.print(text, highlight=False))
         else:
-            print(text, file=sys.stderr, flush=True)
+            self._tell(lambda: print(text, file=sys.stderr, flush=True))
+
+    def _tell(self, write: Callable[[], Any]) -> None:
+        if self._heard:
+            try:
+                write()
+            except OSError:
+                self._heard = False

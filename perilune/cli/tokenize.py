@@ -74,7 +74,8 @@ def run(args: list[str]) -> int:
     }
     alone = [name for name, value in options.items() if value]
     if alone and flags.chat is None:
-        raise ConfigError(f"{' and '.join(alone)} need --chat: they say how a conversation becomes a prompt")
+        verb = "needs" if len(alone) == 1 else "need"
+        raise ConfigError(f"{' and '.join(alone)} {verb} --chat: the conversation that becomes a prompt")
     tokenizer, source = _tokenizer(flags)
     facts: dict[str, Any] = {"tokenizer": source, "vocab_size": tokenizer.vocab_size}
     if flags.decode is not None:

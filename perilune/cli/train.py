@@ -90,7 +90,8 @@ def run(args: list[str]) -> int:
         return 0
     if own.resume and not own.run:
         raise ConfigError("--resume needs --run NAME: which run is to go on?")
-    folder = RunDir.resolve(own.run or f"{own.preset or 'nano'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    default = f"{own.preset or 'nano'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunDir.resolve(default if own.run is None else own.run)
     if own.resume:
         old = folder.read_config()
         config = resolve(own, rest, old) if rest or own.data or own.config or own.preset else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -41,12 +42,15 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from a nested dictionary, checking names and types.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing key, or a value of the wrong type.
+        ConfigError: not a dictionary, an unknown key (with the nearest known one), a missing key, a value of the wrong
+            type, or a number that is not finite.
     """
     import difflib
     import types
     import typing
 
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where.rstrip('.') or 'the configuration'}={values!r} must be a table of settings")
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
@@ -65,8 +69,6 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
                 raise ConfigError(f"{path} must not be empty")
             return build(next(o for o in options if o is not type(None)), value, path)
         if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}={value!r} must be a table of settings")
             return from_dict(hint, value, path + ".")
         if origin is tuple:
             if not isinstance(value, (list, tuple)):
@@ -77,6 +79,8 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
             return float(value)
         if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
             raise ConfigError(f"{path}={value!r} must be of type {hint.__name__}, not {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path}={value} must be a finite number")
         return value
 
     built = {key: build(hints[key], value, where + key) for key, value in values.items()}
@@ -113,7 +117,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -133,7 +137,7 @@ def parse_flags(cls: type[T], args: Sequence[str], default: T, *, prog: str, des
     turned off as well as on (`--model.mla.output-gate False`).
 
     Raises:
-        ConfigError: an unknown flag or an ill-typed value; the message carries tyro's suggestion.
+        ConfigError: an unknown flag, an ill-typed value or one that is not finite; the message carries tyro's suggestion.
         SystemExit: only for `--help` (code 0).
     """
     import tyro
@@ -143,7 +147,7 @@ def parse_flags(cls: type[T], args: Sequence[str], default: T, *, prog: str, des
     err = io.StringIO()
     try:
         with contextlib.redirect_stderr(err):
-            return tyro.cli(
+            parsed = tyro.cli(
                 cls, args=list(args), default=default, prog=prog, description=description,
                 config=markers,
             )  # fmt: skip
@@ -151,13 +155,30 @@ def parse_flags(cls: type[T], args: Sequence[str], default: T, *, prog: str, des
         if stop.code in (0, None):
             raise
         raise ConfigError(_short(_ANSI.sub("", err.getvalue())) or f"cannot understand: {' '.join(args)}") from None
+    _refuse_infinite(parsed)
+    return parsed
+
+
+def _refuse_infinite(value: Any, path: str = "") -> None:
+    """ConfigError for a number in a parsed dataclass that is not finite: `nan` passes every comparison with a limit."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _refuse_infinite(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _refuse_infinite(item, f"{path}.{index}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"--{path.replace('_', '-')} {value} must be a finite number")
 
 
 def _short(text: str) -> str:
-    """Reduce tyro's boxed error to one line: what is wrong, wrapped lines joined, and the nearest known flag."""
-    lines = [line.strip("│╭╰╮╯ ").strip() for line in text.splitlines()]
+    """Reduce tyro's boxed error to one line: what is wrong, wrapped lines joined, and the nearest known flag.
+
+    The box is drawn in ASCII where stderr has no other letters, and its title repeats the first words of the text.
+    """
+    lines = [line.strip("│╭╰╮╯|+ ").strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    starts = [n for n, line in enumerate(lines) if line.startswith(("Unrecognized", "Error parsing"))]
+    starts = [n for n, line in enumerate(lines) if line.startswith(("Unrecognized options:", "Error parsing"))]
     first = starts[0] if starts else min(1, len(lines) - 1)
     problem: list[str] = []
     for line in lines[first:]:
@@ -168,4 +189,6 @@ def _short(text: str) -> str:
     if message.startswith("Unrecognized"):
         near = [line.split(" ")[0] for line in lines if re.match(r"--\w", line) and not line.startswith("--help")]
         return message + (f"; perhaps you meant {near[0]}" if near else "")
-    return message.removeprefix("Error parsing ")
+    message = message.removeprefix("Error parsing ")
+    # Where a dataclass of ours refused its values, tyro puts that part of the tree in front of a message that says it.
+    return re.sub(r"^[\w.]+: (?=[\w.]+=)", "", message)

@@ -129,10 +129,12 @@ def preset(name: str) -> ModelConfig:
     Raises:
         ConfigError: no such preset; the message suggests the nearest one.
     """
+    if not isinstance(name, str):  # from a file
+        raise ConfigError(f"preset={name!r} must be one of the names {', '.join(PRESETS)}")
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown preset {name!r}{hint} Allowed: {', '.join(PRESETS)}")
+        raise ConfigError(f"unknown preset {name!r}{hint}; allowed: {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 

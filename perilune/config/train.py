@@ -15,6 +15,8 @@ QUANT_WEIGHTS = ("none", "mxfp4")
 QUANT_ACTIVATIONS = ("none", "mxfp8")
 SCALE_RULES = ("floor", "even", "ceil")
 DRAWN = ("shape", "shapes", "words", "bars", "line", "grid", "boxes", "points", "emoji")
+MAX_SEED = 2**32 - 1
+MAX_THREADS = 1024
 SYNTHETIC = ("recall", "needle", "copy", "palindrome", "state", "arithmetic", "whole_window")
 
 
@@ -82,6 +84,12 @@ class DataConfig:
         unknown = [name for name in self.synthetic if name not in SYNTHETIC]
         if unknown:
             raise ConfigError(f"data.synthetic has unknown tasks {unknown}; allowed: {', '.join(SYNTHETIC)}")
+        if self.long_document_weight < 0:
+            raise ConfigError(
+                f"data.long_document_weight={self.long_document_weight} must not be negative (0 switches it off)"
+            )
+        if any(not path for path in self.path):
+            raise ConfigError("data.path has an empty name; name files, folders or globs, or leave data.path out")
         if not 0.0 <= self.synthetic_fraction <= 1.0:
             raise ConfigError(f"data.synthetic_fraction={self.synthetic_fraction} must lie in [0, 1]")
         if self.synthetic_fraction > 0 and not self.synthetic:
@@ -129,9 +137,12 @@ class OptimConfig:
         for name in ("lr_muon", "lr_adamw", "eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must be above 0")
-        for name in ("momentum", "beta1", "beta2", "warmup", "final_lr"):
+        for name in ("warmup", "final_lr"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1]")
+        for name in ("momentum", "beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} must lie in [0, 1): at 1 an average never moves")
         for name in ("weight_decay", "grad_clip", "qk_clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"optim.{name}={getattr(self, name)} must not be negative (0 switches it off)")
@@ -217,9 +228,9 @@ class TrainConfig:
         precision: auto (bf16 where the CPU or GPU multiplies it fast) | fp32 | bf16 activations, fp32 parameters.
         fp32_attention_output: keep MLA's output in fp32 up to its gate (report §2.1.2).
         device: auto | cpu | cuda.
-        threads: CPU threads; 0 = all cores that this process may use.
+        threads: CPU threads, at most 1024; 0 = all cores that this process may use.
         cuda_graphs: auto (training steps on a GPU are recorded and replayed where they can be; no number changes) | off.
-        seed: of the weights, the data order and the samples.
+        seed: of the weights, the data order and the samples, from 0 to 2³² − 1.
         time_limit: seconds of training after which the run stops and saves; 0 = none.
         log_every, probe_every: steps between progress records and between probes of the model's inside (0 = end only).
     """
@@ -254,6 +265,13 @@ class TrainConfig:
         for name in ("steps", "tokens_per_step", "microbatch_tokens", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("time_limit", "probe_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative (0 switches it off)")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"threads={self.threads} must lie in 0 (all cores) to {MAX_THREADS}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed={self.seed} must lie in 0 to {MAX_SEED}")
         if not self.stages:
             raise ConfigError("stages is empty; give at least one window length")
         total = sum(stage.fraction for stage in self.stages)

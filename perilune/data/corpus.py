@@ -74,7 +74,7 @@ def read_paths(paths: Sequence[str | Path], *, field: str = "text", on_bad_text:
         on_bad_text: for a text file that is not UTF-8: `error`, `skip` (leave it out), or `replace` (U+FFFD).
 
     Raises:
-        RequestError: nothing at a path, a file that cannot be read or is not UTF-8 (names the file and the byte
+        RequestError: an empty path or nothing at one, a file that cannot be read or is not UTF-8 (names the file and the byte
             offset), a broken record, or no text at all.
         ConfigError: unknown policy; parquet without pyarrow.
     """
@@ -149,6 +149,8 @@ def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
 def _files(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str, str, bool]]:
     """(path, name, group, whether the user named this very file)."""
     for given in paths:
+        if not str(given):  # an unset variable of a shell; as a path it would be the whole current directory
+            raise RequestError("a path of the text is empty; name files, directories or globs")
         path = Path(given).expanduser()
         if path.is_dir():
             root = path.resolve().name
@@ -186,7 +188,7 @@ def _decode(data: bytes, path: Path, on_bad_text: str) -> str | None:
         offset = error.start + (3 if data.startswith(b"\xef\xbb\xbf") and len(error.object) < len(data) else 0)
         raise RequestError(
             f"{path} is not UTF-8: byte {data[offset]:#04x} at offset {offset}; convert the file, or set "
-            "--data.on-bad-text skip or replace"
+            "on-bad-text to skip or replace"
         ) from None
 
 
@@ -198,11 +200,13 @@ def _jsonl(path: Path, name: str, field: str) -> Iterator[Document]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{path} line {number} is not JSON: {error}") from None
         keys = list(record) if isinstance(record, dict) else type(record).__name__
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            raise RequestError(f"{path} line {number} has no text in field {field!r} (it has {keys}); set --data.field")
+            raise RequestError(
+                f"{path} line {number} has no text in field {field!r} (it has {keys}); set the field that has it"
+            )
         place = f"{name}:{number:08d}"
         own_name, group = record.get("name"), record.get("group")
         yield Document.of(
@@ -221,7 +225,9 @@ def _parquet(path: Path, name: str, field: str) -> Iterator[Document]:
     try:
         file = ParquetFile(path)
         if field not in file.schema_arrow.names:
-            raise RequestError(f"{path} has no column {field!r} (it has {file.schema_arrow.names}); set --data.field")
+            raise RequestError(
+                f"{path} has no column {field!r} (it has {file.schema_arrow.names}); set the field that has it"
+            )
         number = 0
         for batch in file.iter_batches(columns=[field]):
             for value in batch.column(0).to_pylist():

@@ -19,7 +19,7 @@ from perilune.data.shards import FORMAT, RepeatedDocuments, TokenStore, TokenStr
 from perilune.data.sources import Source, SyntheticSource, TextSource
 from perilune.data.split import split
 from perilune.data.synthetic import TASKS
-from perilune.errors import ConfigError
+from perilune.errors import ConfigError, RequestError
 from perilune.rundir import disk_errors, sync_directory, write_atomic
 from perilune.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
@@ -73,6 +73,7 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
         RequestError: the corpus cannot be split.
         ConfigError: the tokenizer has more ids than the model.
         CapacityError: the cache's disk is full.
+        RequestError: the cache cannot be written.
     """
     given = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
     if given is not None and given.vocab_size > vocab_size:
@@ -83,7 +84,7 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
     recipe = [FORMAT, RECIPE, corpus.fingerprint, holdout, given.fingerprint if given else BPE_SAMPLE_BYTES, vocab_size]
     path = cache / hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        _writable(cache)
         with disk_errors(path), tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as temporary:
             _build(Path(temporary, "data"), corpus, holdout, given, vocab_size)
             if not path.exists():  # another process may have built the same meanwhile
@@ -97,6 +98,19 @@ def prepare(corpus: Corpus, *, holdout: float, tokenizer: str, vocab_size: int, 
         TokenStore(path / "held_out"),
         tuple(LeftOut(**item) for item in left_out),
     )
+
+
+def _writable(cache: Path) -> None:
+    """Make the cache's directory; RequestError if it cannot be made or written."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(cache, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise RequestError(
+            f"prepared text cannot be kept in {cache}: {reason}; set PERILUNE_CACHE to a directory that can be written"
+        )
 
 
 def training_sources(

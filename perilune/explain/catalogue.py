@@ -43,5 +43,5 @@ def explain(mechanism: str, *, run: str | None = None, text: str | None = None, 
     if name not in MECHANISMS:
         near = difflib.get_close_matches(name, [*MECHANISMS, *ALIASES], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RequestError(f"unknown mechanism {mechanism!r}{hint} Known: {', '.join(MECHANISMS)}")
+        raise RequestError(f"unknown mechanism {mechanism!r}{hint}; known: {', '.join(MECHANISMS)}")
     return importlib.import_module(f"perilune.explain.{name}").explain(subject(run, text, seed))

@@ -155,6 +155,8 @@ def _check_request(
         )
     if to != NATIVE and TARGETS[to] != given.published.family:
         raise ConfigError(f"the model of {source} is of the family {given.published.family}; it cannot become {to}")
+    if target == Path():
+        raise ConfigError("OUT is empty or the current folder; name the folder to make")
     if target.exists():
         raise CheckpointError(f"{target} exists; choose another OUT, or remove it first")
     if not target.resolve().parent.is_dir():

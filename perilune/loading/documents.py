@@ -61,7 +61,12 @@ def _describe_tokenizer(given: Source, partial: Path) -> None:
     path = partial / "tokenizer.json"
     if "tokenizer_config.json" in given.side_files or not path.exists():
         return
-    definition = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        definition = json.loads(path.read_text(encoding="utf-8"))
+        known = {token["content"] for token in definition.get("added_tokens", [])}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        given.notes.append(f"tokenizer.json is damaged and was copied as it is: {type(error).__name__}: {error}")
+        return
     if definition.get("type") == "perilune-byte":
         given.notes.append("the byte tokenizer is read by perilune only; other programs need the ids themselves")
         return

@@ -50,8 +50,7 @@ class NativeSource:
         self.config = config = run.read_config()
         cfg, self._quant = config.model, config.quant
         self.folder = checkpoint_folder(run, step)
-        # The newest checkpoint is chosen by verifying it.
-        self._index = checkpoint.read_index(self.folder) if step is None else checkpoint.verified(self.folder)
+        self._index = checkpoint.read_index(self.folder)
         self.notes: list[str] = []
         self.side_files = {
             path.name: path for folder in (run.path / PUBLISHED, run.path) if folder.is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from perilune.model.transformer import Transformer
 from perilune.quant import apply_qat, quantize_experts
 from perilune.rundir import RunDir
 from perilune.tokenizer import load_tokenizer
+
+log = logging.getLogger("perilune.loading")
 
 
 def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step: int | None = None) -> LoadedRun:
@@ -37,7 +40,6 @@ def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step:
         return load_published(name_or_path, device)
     config = run.read_config()
     folder = checkpoint_folder(run, step)
-    checkpoint.verified(folder)
     ranks = run.path / "tiktoken.model"  # what a run converted from a published checkpoint may have instead
     if not run.tokenizer_path.exists() and not ranks.exists():
         raise CheckpointError(f"{run.path} has no tokenizer.json; put it back from a copy of the run")
@@ -57,19 +59,33 @@ def load_run(name_or_path: str | Path, device: torch.device | str = "cpu", step:
 
 
 def checkpoint_folder(run: RunDir, step: int | None) -> Path:
-    """Folder of a run's checkpoint of `step`, or of its newest whole one.
+    """Folder of a run's checkpoint of `step`, or of its newest whole one; its files were verified.
+
+    A newer one that is damaged is passed over, which is logged.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the one of `step` is damaged.
     """
     known = [number for number, _ in run.checkpoints()]
     if step is not None:
         if not run.checkpoint_path(step).is_dir():
             shown = ", ".join(map(str, known)) or "none"
             raise CheckpointError(f"{run.path} has no checkpoint of step {step}; there are: {shown}")
+        checkpoint.verified(run.checkpoint_path(step))
         return run.checkpoint_path(step)
     folder, refused = checkpoint.newest(run)
+    for reason in refused if folder is not None else ():
+        log.warning("%s; %s is used instead", reason, folder)
     if folder is None:
         why = f": {refused[0]}" if refused else " yet; train it first, or wait for its first checkpoint"
         raise CheckpointError(f"{run.path} has no whole checkpoint{why}")
     return folder
+
+
+def newest_step(run: RunDir) -> int:
+    """Step of a run's newest whole checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return checkpoint.read_index(checkpoint_folder(run, None))["step"]

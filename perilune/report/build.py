@@ -81,7 +81,7 @@ def write_page(page: Page, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode("utf-8"))
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}; choose another place") from error
     return path
 

@@ -23,8 +23,10 @@ def write_png(chart: Chart, path: Path, *, width: float = 8.0) -> Path:
     """Draw `chart` and write it to `path` at 150 dots per inch, `width` inches wide.
 
     Raises:
-        RequestError: matplotlib is not installed, or the path cannot be written.
+        RequestError: matplotlib is not installed, the path does not end in .png, or it cannot be written.
     """
+    if path.suffix.lower() != ".png":
+        raise RequestError(f"{path} is not the name of a PNG file; give one that ends in .png")
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg

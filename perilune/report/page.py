@@ -287,6 +287,8 @@ def _comparison(runs: Sequence[Run]) -> Section:
     tables = [Table(head=head, rows=rows)]
     groups: dict[str, list[float]] = defaultdict(list)
     for run in runs:
+        if math.isnan(figures.final_bits(run)):
+            continue  # not scored yet: nothing to take a mean of
         groups[repr({key: value for key, value in _flat(run.config) if key != "seed"})].append(figures.final_bits(run))
     labels = {
         repr({key: value for key, value in _flat(run.config) if key != "seed"}): differing[i] or run.name

@@ -9,6 +9,7 @@ step behind.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from perilune.errors import PeriluneError
 from perilune.serve.answer import Answer
 from perilune.serve.cache import HybridCache
-from perilune.serve.engine import CacheEvent, EngineFailed
+from perilune.serve.engine import CacheEvent, EngineClosed, EngineFailed
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.flight import Flight, Stage
 from perilune.serve.job import LocalJob
@@ -100,7 +101,7 @@ class EngineCore(EngineThread):
 
     def abort(self, job: LocalJob) -> None:
         """Stop a job between two steps; its listener hears the end."""
-        if not self.closed:
+        with contextlib.suppress(EngineClosed):  # which has told it the end
             self.post(lambda: self._abort(job))
 
     def position(self, job: LocalJob) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -44,8 +45,9 @@ class EngineThread(ABC):
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection within it may stop a job
         self._thread: threading.Thread | None = None
+        self._process = 0  # where the thread runs
         self._closed = self._paused = False
 
     # ---- what it works on
@@ -83,6 +85,11 @@ class EngineThread(ABC):
 
     def post(self, command: Callable[[], None]) -> None:
         """Run a command between two pieces of work. EngineClosed: nothing is taken in any more."""
+        if self._forked:
+            raise EngineClosed(
+                f"the engine runs in process {self._process}, of which this one is a fork without the engine's thread; "
+                "load the model here, in a process that was spawned"
+            )
         with self._lock:
             if self._closed:
                 raise EngineClosed(
@@ -90,7 +97,7 @@ class EngineThread(ABC):
                 )
             if self._thread is None:
                 release_threads()  # of the thread that loaded the model: from here on another one computes
-                self._thread = _Thread(self, self._run)
+                self._thread, self._process = _Thread(self, self._run), os.getpid()
                 self._thread.start()
             self.inbox.put(command)
 
@@ -131,13 +138,23 @@ class EngineThread(ABC):
     @property
     def closed(self) -> bool:
         """Whether it takes no more commands."""
-        return self._closed
+        return self._closed or self._forked
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this process is a fork of the one in which the thread runs: threads are not copied."""
+        return self._thread is not None and self._process != os.getpid()
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Stop: whoever waits is told, the thread ends."""
+        if self._forked:
+            return
         with self._lock:
+            unused = self._thread is None and not self._closed
             self._closed = True
             thread = self._thread
+        if unused:
+            self.ended()
         if thread is not None:
             self.inbox.put(lambda: None)
             if thread is not threading.current_thread():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,14 +195,13 @@ def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) 
 
 def _run(jobs: Sequence[LocalJob]) -> list[Result]:
     """Run jobs together to their end. The first that fails stops all."""
-    left, ended = threading.Semaphore(0), []
+    ended: queue.SimpleQueue[JobEnd] = queue.SimpleQueue()
     outputs = [[Output() for _ in job.answers] for job in jobs]
 
     def listener(index: int):
         def hear(event: Delta | JobEnd) -> None:
             if isinstance(event, JobEnd):
-                ended.append(event)
-                left.release()
+                ended.put(event)
             else:
                 _add(outputs[index][event.row], event)
 
@@ -212,9 +211,8 @@ def _run(jobs: Sequence[LocalJob]) -> list[Result]:
         for index, job in enumerate(jobs):
             job.start(listener(index))
         for _ in jobs:
-            left.acquire()
-            if ended[-1].error is not None:
-                raise ended[-1].error
+            if (error := ended.get().error) is not None:
+                raise error
     finally:
         for job in jobs:
             job.close()

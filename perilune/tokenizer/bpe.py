@@ -51,6 +51,9 @@ def presplit(*, digits: int) -> str:
 PRESPLIT = presplit(digits=1)
 """The cuts before BPE: runs of Han, words, single digits, punctuation, newlines, spaces."""
 
+LARGEST_TRAINED = 1 << 22
+"""Ids of the largest vocabulary that `train_bpe` makes; the trainer reserves about 45 bytes for each at once."""
+
 _BLOCK_CHARS = 1 << 16
 _SHOWN_IN_TEXT = ("<|open|>", "<|close|>", "<|sep|>")  # K3 marks these three "special": false
 
@@ -141,7 +144,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int | None
         texts: training text. The result depends on the texts and their order only through counts, not on threads.
         vocab_size: ids in all, the reserved block at the end included. Where the text has too few merges, the ids
             between are reserved too, so the result has exactly this many and a model's every output can be decoded.
-            ConfigError below 288 (256 bytes and the reserved block).
+            ConfigError below 288 (256 bytes and the reserved block), and above 4,194,304: memory is reserved for all.
         sample_bytes: stop reading after about this many bytes, taking every k-th text so that all parts are seen.
     """
     smallest = 256 + RESERVED_BLOCK
@@ -149,6 +152,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int | None
         raise ConfigError(
             f"vocab_size={vocab_size} is below {smallest} (256 bytes and {RESERVED_BLOCK} control tokens)"
         )
+    if vocab_size > LARGEST_TRAINED:
+        raise ConfigError(f"vocab_size={vocab_size} is more than a BPE is trained to here; at most {LARGEST_TRAINED}")
     texts = list(texts)
     if sample_bytes is not None:
         stride = max(1, round(sum(map(len, texts)) / sample_bytes))

@@ -34,13 +34,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise RequestError(f"cannot read the tokenizer {file}: {error}; {advice}") from None
+        raise RequestError(f"cannot read the tokenizer {file}: {error.strerror}; {advice}") from None
     if looks_like_ranks(content) or (file.suffix == ".model" and content[:1] != b"{"):
         return TiktokenTokenizer(content, str(file))
     try:
         definition = content.decode("utf-8")
         marker = json.loads(definition)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{file} is not JSON ({error}) and no rank file; {advice}") from None
     if isinstance(marker, dict) and marker.get("type") == "perilune-byte":
         return ByteTokenizer()

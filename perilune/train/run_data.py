@@ -18,6 +18,7 @@ from perilune.data.image_input import image_processor
 from perilune.data.loader import Loader
 from perilune.data.prepare import PreparedData, prepare, training_sources
 from perilune.data.shards import TokenStream
+from perilune.data.sources import TextSource
 from perilune.data.split import split
 from perilune.rundir import RunDir
 from perilune.tokenizer import Tokenizer, load_tokenizer
@@ -100,6 +101,10 @@ def open_data(config: TrainConfig, run: RunDir, *, cache: Path | None = None) ->
         steps=config.steps,
         tokens_per_step=config.tokens_per_step,
     )
+    text = sources["text"][0]
+    if isinstance(text, TextSource):
+        for stage in config.stages:
+            text.windows_per_epoch(stage.seq_len)  # too little text is told now, not in the middle of the run
     loader = Loader(sources, curriculum, seed=config.seed)
     return RunData(prepared.tokenizer, loader, prepared.held_out, prepared.token_bytes, prepared, pictures)
 

@@ -21,7 +21,7 @@ import torch
 from perilune import checkpoint
 from perilune.config.train import TrainConfig
 from perilune.data.loader import Batch
-from perilune.errors import ConfigError
+from perilune.errors import CheckpointError, ConfigError
 from perilune.model.init import init_weights
 from perilune.model.mla import GatedMLA
 from perilune.model.transformer import Transformer
@@ -325,13 +325,22 @@ class Trainer:
 
 
 def finished(run: RunDir, config: TrainConfig) -> bool:
-    """True if the run's summary says that its steps are done, or its time used up, under `config`."""
+    """True if the run's summary says that its steps are done, or its time used up, under `config`.
+
+    Raises:
+        CheckpointError: there is a summary, but not one of a run.
+    """
     if not (run.path / "summary.json").exists():
         return False
     summary = run.read_json("summary.json")
-    train = summary.get("train", {})
-    out_of_time = 0 < config.time_limit <= train.get("seconds", 0.0)
-    return bool(summary.get("finished")) and (train.get("steps", 0) >= config.steps or out_of_time)
+    try:
+        train = summary["train"]
+        out_of_time = 0 < config.time_limit <= train["seconds"]
+        return bool(summary["finished"]) and (train["steps"] >= config.steps or out_of_time)
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{run.path / 'summary.json'} is not the summary of a run; remove it and the run goes on from its checkpoint"
+        ) from error
 
 
 def _withdraw(run: RunDir) -> None:

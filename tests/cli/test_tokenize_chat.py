@@ -144,7 +144,7 @@ def test_a_published_rank_file(files, capsys):
     ("args", "error", "match"),
     [
         (["--chat", "list.json", "text"], ConfigError, "a text and --chat are given"),
-        (["--tools", "tools.json", "text"], ConfigError, "--tools need --chat"),
+        (["--tools", "tools.json", "text"], ConfigError, "--tools needs --chat"),
         (["--no-thinking", "--effort", "low"], ConfigError, "--effort and --no-thinking need --chat"),
         (["--chat", "nowhere.json"], RequestError, "cannot read nowhere.json"),
         (["--chat", "bad.json"], RequestError, "bad.json is not JSON"),

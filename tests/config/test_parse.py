@@ -70,7 +70,7 @@ def test_missing_file_and_missing_keys(tmp_path):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 10**6), st.floats(0, 1), st.text(max_size=20), st.booleans())
+@given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True), st.text(min_size=1, max_size=20), st.booleans())
 def test_values_survive_the_round_trip(steps, momentum, path, byte):
     base = to_dict(training("tiny"))
     change = {

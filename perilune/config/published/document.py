@@ -109,7 +109,7 @@ def load_config(path: Path) -> PublishedConfig:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     try:
         return from_json(document)

@@ -2,20 +2,24 @@
 
 A file is written under another name, synced, and renamed, so a crash leaves whole files only; what is damaged all the same
 fails its checksum, is removed, and counts as not there. A folder outlives the process: digests name the model, its weights
-and the formats, so that another model finds nothing in it that it could take for its own.
+and the formats, so that another model finds nothing in it that it could take for its own. Files of other names are left
+alone.
 
-    line 1   "perilune tier 1"
-    line 2   {"sha256": of the rest, "depth": …, "pages": [names]}     the last two in files of states only
+    line 1   "perilune tier 2"
+    line 2   {"depth": …, "pages": [names]}     {} in files of pages
+    line 3   sha256 of line 2 and of the rest
     rest     the bytes of the pages
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +32,9 @@ from perilune.serve.tiers.index import Prefix, TierIndex
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"perilune tier 1\n"
-PAGE, STATE, PART = ".tokens", ".state", ".part"
+MAGIC = b"perilune tier 2\n"
+PAGE, STATE, PART, LOCK = ".tokens", ".state", ".part", "in-use"
+_OURS = re.compile(r"([0-9a-f]{2})+\.(tokens|state)(\.part)?")
 READERS = 16  # threads: reading is copying, and then twice as much work again for the checksum
 
 Content = bytes | bytearray | memoryview
@@ -48,7 +53,7 @@ class DiskTier:
         refused: prefixes that the disk had no room for, or would not write for another reason.
 
     Raises:
-        ConfigError: the folder cannot be made or read.
+        ConfigError: the folder cannot be made or read, or another process uses it.
     """
 
     def __init__(self, folder: Path, limit: int, page_bytes: int, state_bytes: int) -> None:
@@ -59,27 +64,28 @@ class DiskTier:
         self._readers = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "perilune-disk-reader")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._claim = _claimed(folder / LOCK)
             self._find()
         except OSError as error:
             raise ConfigError(f"the cache folder {folder} cannot be used: {error.strerror}") from None
 
     def _find(self) -> None:
         """Read what an earlier process left: whole prefixes are entered, everything else goes."""
-        for part in self.folder.glob(f"*{PART}"):
-            part.unlink(missing_ok=True)
-        pages = {bytes.fromhex(path.stem) for path in self.folder.glob(f"*{PAGE}")}
-        states = sorted(self.folder.glob(f"*{STATE}"), key=lambda path: path.stat().st_mtime)
-        for path in states:
-            with path.open("rb") as file:
-                header = _header(file)
-            names = tuple(bytes.fromhex(name) for name in header["pages"]) if header else ()
-            if header is None or not pages.issuperset(names):
-                path.unlink(missing_ok=True)
-                continue
-            self.index.add(Prefix(bytes.fromhex(path.stem), header["depth"], names))
+        ours = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
+        for path in ours:
+            if path.suffix == PART:
+                _remove(path)
+        pages = {bytes.fromhex(path.stem) for path in ours if path.suffix == PAGE}
+        states = [path for path in ours if path.suffix == STATE]
+        for path in sorted(states, key=lambda path: path.stat().st_mtime):
+            prefix = _prefix(path)
+            if prefix is None or not pages.issuperset(prefix.pages):
+                _remove(path)
+            else:
+                self.index.add(prefix)
         for name in pages:
             if not self.index.has_page(name):
-                self._path(name, PAGE).unlink(missing_ok=True)
+                _remove(self._path(name, PAGE))
         self._make_room()
 
     def put(self, prefix: Prefix, pages: Mapping[bytes, Content], state: Sequence[Content]) -> None:
@@ -106,7 +112,7 @@ class DiskTier:
         self.refused += 1
         for name in prefix.pages:
             if not self.index.has_page(name):
-                self._path(name, PAGE).unlink(missing_ok=True)
+                _remove(self._path(name, PAGE))
 
     def get(self, prefix: Prefix, pages: Sequence[Content], state: Sequence[Content]) -> bool:
         """Read a prefix.
@@ -123,7 +129,11 @@ class DiskTier:
             if prefix.digest not in self.index:
                 return False
             names = [(prefix.digest, STATE, state), *((name, PAGE, (page,)) for name, page in zip(prefix.pages, pages))]
-            if not all(list(self._readers.map(self._read, *zip(*names)))):
+            try:
+                read = list(self._readers.map(self._read, *zip(*names)))
+            except RuntimeError:  # the process ends, and its executors take no more work
+                read = list(map(self._read, *zip(*names)))
+            if not all(read):
                 self.damaged += 1
                 self._drop(prefix.digest)
                 return False
@@ -142,8 +152,9 @@ class DiskTier:
             self.index.lease(session, digests, time() + seconds, time())
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads; another process may use the folder."""
         self._readers.shutdown()
+        self._claim.close()
 
     def _make_room(self) -> None:
         while (last := self.index.crowd(time())) is not None:
@@ -151,9 +162,9 @@ class DiskTier:
 
     def _drop(self, digest: bytes) -> None:
         # The states go first: pages without them belong to nothing, states without pages would be half a prefix.
-        self._path(digest, STATE).unlink(missing_ok=True)
+        _remove(self._path(digest, STATE))
         for name in self.index.drop(digest):
-            self._path(name, PAGE).unlink(missing_ok=True)
+            _remove(self._path(name, PAGE))
 
     def _path(self, name: bytes, kind: str) -> Path:
         return self.folder / (name.hex() + kind)
@@ -161,43 +172,76 @@ class DiskTier:
     def _write(self, name: bytes, kind: str, contents: Iterable[Content], about: dict[str, Any]) -> None:
         path = self._path(name, kind)
         part = path.with_name(path.name + PART)
-        hasher = hashlib.sha256()
+        header = json.dumps(about).encode() + b"\n"
+        hasher = hashlib.sha256(header)
         for content in contents:
             hasher.update(content)
-        header = json.dumps({"sha256": hasher.hexdigest()} | about)
         try:
             with part.open("wb") as file:
-                file.write(MAGIC + header.encode() + b"\n")
+                file.write(MAGIC + header + hasher.hexdigest().encode() + b"\n")
                 for content in contents:
                     file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
         except OSError:
-            part.unlink(missing_ok=True)
+            _remove(part)
             raise
 
     def _read(self, name: bytes, kind: str, contents: Iterable[Content]) -> bool:
         """Whether a file is as it was written; what it holds is then in `contents`."""
-        hasher = hashlib.sha256()
         try:
             with self._path(name, kind).open("rb") as file:
-                header = _header(file)
+                header, written = _head(file)
+                hasher = hashlib.sha256(header)
                 for content in contents:
                     if file.readinto(content) != len(content):
                         return False
                     hasher.update(content)
         except OSError:
             return False
-        return header is not None and hasher.hexdigest() == header["sha256"]
+        return hasher.hexdigest().encode() == written
 
 
-def _header(file: IO[bytes]) -> dict[str, Any] | None:
-    """The second line of a file, or None if the file is none of ours."""
+def _head(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """The second and the third line of a file; both empty if it is none of this format."""
+    if file.readline() != MAGIC:
+        return b"", b""
+    return file.readline(), file.readline().rstrip(b"\n")
+
+
+def _prefix(path: Path) -> Prefix | None:
+    """What a file of states says about itself, unchecked until it is read; None if it cannot be understood."""
     try:
-        if file.readline() != MAGIC:
-            return None
-        header = json.loads(file.readline())
-    except (OSError, ValueError):
+        with path.open("rb") as file:
+            header = json.loads(_head(file)[0])
+        names = tuple(bytes.fromhex(name) for name in header["pages"])
+        return Prefix(bytes.fromhex(path.stem), int(header["depth"]), names)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return header if isinstance(header, dict) and "sha256" in header else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, if it is there and the folder lets go of it; what stays is not entered, or fails its checksum."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _claimed(path: Path) -> IO[bytes]:
+    """A file that is open, and locked, for as long as this process uses its folder.
+
+    Raises:
+        OSError: another process has locked it.
+    """
+    try:
+        file = path.open("ab")
+    except OSError:
+        return open(os.devnull, "rb")  # a folder that nobody can write needs no lock
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise OSError(0, "another process uses it; wait for its end, or choose another folder") from None
+    except OSError:  # a file system without locks
+        pass
+    return file

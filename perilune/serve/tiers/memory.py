@@ -60,7 +60,7 @@ class HostMemory:
         self.size, self._pinned = size, pinned
         self.blocks: list[Tensor] = []
         self._free: list[tuple[int, int, torch.cuda.Event | None]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection within it may give pages back
 
     def take(self, count: int) -> list[HostPage]:
         """So many pages, of any contents.

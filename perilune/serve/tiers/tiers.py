@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -147,10 +147,7 @@ class Tiers:
             contents = {name: page.buffer() for name, page in pages.items() if not disk.index.has_page(name)}
             disk.put(prefix, contents, [page.buffer() for page in state])
 
-        try:
-            self._files.submit(write)
-        except RuntimeError:  # the process ends, and its executors take no more work
-            write()
+        _beside(self._files, write)
 
     def prefetch(self, chain: TokenChain, then: Callable[[], None], post: Callable[[Callable[[], None]], None]) -> None:
         """Bring back what a prompt could skip, then go on.
@@ -198,11 +195,13 @@ class Tiers:
                 contents = pages[groups:], pages[:groups]
             except CapacityError as error:
                 self._refuse(error)
+            except Exception:  # whatever it was, the request need not wait for it
+                log.exception("a prefix cannot be read from the disk; it is computed again")
             post(
                 lambda: self._restore(chain, prefix, contents, "disk_hits", post) if whole else self._go_on(prefix)
             )  # fmt: skip
 
-        self._files.submit(read)
+        _beside(self._files, read)
 
     def _restore(
         self, chain: TokenChain, prefix: Prefix, contents: Contents, kind: str, post: Callable[[Callable[[], None]], None]
@@ -233,7 +232,7 @@ class Tiers:
             wait()
             post(arrive)
 
-        self._waits.submit(fetch)
+        _beside(self._waits, fetch)
 
     def _receive(self, chain: TokenChain, prefix: Prefix) -> Incoming | None:
         """Pages of the pool for a prefix; None if it is there already, or there is no room."""
@@ -280,3 +279,11 @@ class Tiers:
             self._disk.close()
         if self._waits is not None:
             self._waits.shutdown(wait=True)
+
+
+def _beside(executor: Executor, work: Callable[[], object]) -> None:
+    """Do something on a thread of an executor; on this one while the process ends and no executor takes work any more."""
+    try:
+        executor.submit(work)
+    except RuntimeError:
+        work()

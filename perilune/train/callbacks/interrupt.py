@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after its current step, with a checkpoint."""
+"""Ctrl-C, SIGTERM and a closed terminal end a run after its current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perilune.train.callbacks.callback import Callback
 if TYPE_CHECKING:
     from perilune.train.trainer import Trainer
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt(Callback):
@@ -31,7 +31,9 @@ class Interrupt(Callback):
             trainer.stop_reason = "interrupt"
             trainer.log.warning("%s: finishing this step, then saving", signal.Signals(number).name)
 
-        self._before = {number: signal.signal(number, ask) for number in _SIGNALS}
+        # Under nohup the terminal may close: SIGHUP is ignored already, and stays so.
+        kept = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ()
+        self._before = {number: signal.signal(number, ask) for number in _SIGNALS if number not in kept}
 
     def on_close(self, trainer: Trainer) -> None:
         """Give the signals back."""
