@@ -18,7 +18,7 @@ class Access:
     """
 
     def __init__(self, keys: tuple[str, ...], hosts: frozenset[str] | None) -> None:
-        self._keys = tuple(key.encode() for key in keys)
+        self._keys = tuple(key.strip().encode() for key in keys)
         self._hosts = hosts
 
     def check_site(self, request: Request) -> None:
@@ -43,7 +43,8 @@ class Access:
         if not self._keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        sent = given.strip().encode("latin-1")  # as which the framework reads the bytes of headers
+        matches = [hmac.compare_digest(sent, key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise APIError(
                 401, "a valid API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key",

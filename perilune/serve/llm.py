@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,8 +148,7 @@ class LLM:
             RequestError: a prompt that cannot be continued; nothing was run then.
             EngineFailed: the model failed.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
+        many: Sequence[Prompt] = [prompts] if _single(prompts) else prompts  # type: ignore[assignment, list-item]
         jobs = [
             self.engine.complete([prompt], one, n, service=service)
             for prompt, one in zip(many, _each(params, len(many)), strict=True)
@@ -182,6 +182,17 @@ class LLM:
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=top)
         return [result.prompt_logprobs or [] for result in self.generate(texts, params)]
+
+
+def _single(prompts: Any) -> bool:
+    """Whether this is one prompt: a text or token ids, whatever kind of integers; or nothing that could be several."""
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        return True
+    try:
+        operator.index(prompts[0])
+    except (TypeError, LookupError):
+        return False
+    return True
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

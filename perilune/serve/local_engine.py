@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import operator
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,6 +268,11 @@ class LocalEngine:
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, add_generation_prompt: bool = True
     ) -> tuple[Rendered, list[ProcessedImage]]:
         """The tokens of a conversation, and the images in it."""
+        if isinstance(messages, str | Mapping) or not all(isinstance(one, Mapping) for one in messages):
+            raise FieldError(
+                f'messages is {repr(messages)[:80]}; give a list of messages, such as {{"role": "user", "content": "Hi"}}',
+                "messages",
+            )
         images = self._images(messages)
         with _naming_fields():
             rendered = render(
@@ -305,7 +311,8 @@ class LocalEngine:
             more = {"response": functools.partial(structured.rule, params.structured)}
         elif not needs_grammar(tools, choice, form, parallel=options.parallel_tool_calls):
             return None
-        with _naming_fields("tools" if form is None else "response_format"):
+        field = "tools" if form is None else "response_format"
+        with _naming_fields(field if params.structured is None else structured.FIELD):
             return answer_mask(
                 self.tokenizer, thinking=thinking, tools=tools, tool_choice=choice, response_format=form,
                 parallel=options.parallel_tool_calls, **more,
@@ -315,7 +322,13 @@ class LocalEngine:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = list(prompt)
+            try:
+                ids = [int(operator.index(token_id)) for token_id in prompt]
+            except TypeError:
+                raise FieldError(
+                    f"prompt is {repr(prompt)[:80]}; give a text or a list of token ids, which are whole numbers",
+                    "prompt",
+                ) from None
             for token_id in ids:
                 if not 0 <= token_id < self.tokenizer.vocab_size:
                     raise FieldError(

@@ -302,7 +302,8 @@ def test_api_keys():
         response = chat({}, api_keys=keys, headers=headers)
         error(response, 401, code="invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"
-    for given in ("Bearer first", "bearer second"):
+    keys = (*keys, "schlüssel", " from a file\n")
+    for given in ("Bearer first", "bearer second", "Bearer schlüssel".encode(), "Bearer from a file"):
         assert chat({}, api_keys=keys, headers={"Authorization": given}).status_code == 200
     error(call("GET", "/v1/models", api_keys=keys), 401, code="invalid_api_key")
     assert call("GET", "/health", api_keys=keys).status_code == 200
@@ -319,3 +320,7 @@ def test_pages_of_other_sites_are_refused():
     error(chat({}, hosts=hosts, headers={"Host": "evil.example:8000"}), 403)
     preflight = call("OPTIONS", "/v1/chat/completions", headers={"Origin": "https://evil.example"})
     assert preflight.status_code == 405 and "access-control-allow-origin" not in preflight.headers
+
+
+def test_a_response_without_items_names_its_own_field():
+    error(call("POST", "/v1/responses", json={"input": []}), 400, param="input")

@@ -87,9 +87,28 @@ def test_completion_logprobs_and_an_echoed_prompt():
 def test_a_prompt_alone_can_be_scored():
     engine = FakeEngine(PIECES)
     engine.prompt_logprobs = [[None, TokenLogprob(ord("b"), -2.0)]]
-    choice = completion({"logprobs": 0, "echo": True, "max_tokens": 0}, engine=engine).json()["choices"][0]
+    asked = {"logprobs": 0, "echo": True, "max_tokens": 0, "return_token_ids": True}
+    body = completion(asked, engine=engine).json()
+    (choice,) = body["choices"]
     assert choice["text"] == "ab" and choice["logprobs"]["tokens"] == ["a", "b"]
+    assert choice["token_ids"] == [] and choice["finish_reason"] == "length"
+    assert (body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (0, body["usage"]["prompt_tokens"])
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = events(completion(asked | {"stream": True} | options, engine=engine))
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "ab"
+    assert {token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())} == set()
+    assert {chunk["usage"]["completion_tokens"] for chunk in chunks} == {0}
     error(completion({"max_tokens": 0}), 400, param="max_tokens")
+
+
+def test_offsets_of_an_echoed_prompt_count_characters():
+    """The bytes of a character are tokens of their own here; all of them begin where it begins."""
+    engine, prompt = FakeEngine(PIECES), "aé日b"
+    engine.prompt_logprobs = [[None, *(TokenLogprob(byte, -1.0) for byte in prompt.encode()[1:])]]
+    asked = {"prompt": prompt, "logprobs": 0, "echo": True}
+    (choice,) = completion(asked, engine=engine).json()["choices"]
+    assert choice["text"] == prompt + "Hi"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 5]
 
 
 def test_answers_keep_their_schemas():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_model import talkative_engine, tiny_engine
 
-from perilune.errors import ConfigError
+from perilune.errors import ConfigError, RequestError
+from perilune.serve.engine import JobEnd
+from perilune.serve.job import LocalJob
 from perilune.serve.llm import LLM
 from perilune.serve.request import ChatOptions, FieldError, SamplingParams
 
@@ -76,6 +79,30 @@ def test_mistakes_are_found_before_anything_runs(llm):
     with pytest.raises(FieldError, match="empty"):
         llm.generate(["a", ""], GREEDY)
     assert llm.engine.core.runner.tokens_run == before and llm.generate([], GREEDY) == []
+
+
+def test_prompts_of_other_kinds(llm):
+    """Integers of any library are token ids; what is none is refused, and never meets the model."""
+    ids = list(b"import os")
+    expected = llm.generate(ids, GREEDY)[0].outputs
+    for same in (np.array(ids), torch.tensor(ids), [np.array(ids)], [torch.tensor(ids)], tuple(ids), bytes(ids)):
+        assert [result.outputs for result in llm.generate(same, GREEDY)] == [expected]
+    assert llm.generate([True, 2], GREEDY)[0].prompt_ids == [1, 2]
+    for wrong in (None, 5.5, [1.5], [["a"]], [None], [[1, 2.0]]):
+        with pytest.raises(FieldError, match="token ids"):
+            llm.generate(wrong, GREEDY)
+    for wrong in ("hello", ["hello"], [HELLO, "hello"], [[3]]):
+        with pytest.raises(FieldError, match="list of messages"):
+            llm.chat(wrong, GREEDY)
+
+
+def test_a_failure_is_heard_though_others_end_well_behind_it(monkeypatch, llm):
+    """All of it within one step, before anybody has looked."""
+    failure = RequestError("an injected fault")
+    ends = iter([JobEnd(failure), JobEnd(None)])
+    monkeypatch.setattr(LocalJob, "start", lambda job, listener: listener(next(ends)))
+    with pytest.raises(RequestError, match="injected"):
+        llm.generate(["a", "b"], GREEDY)
 
 
 def test_a_shared_engine_stays_open(llm):

@@ -9,8 +9,9 @@ import re
 
 import jsonschema
 import pytest
+from tiny_model import tiny_engine
 
-from perilune.serve.request import FieldError, Structured
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Structured
 from perilune.serve.structured import rule, text_mask
 from perilune.tokenizer import ByteTokenizer
 from perilune.tokenizer.xtml.grammar import answer_mask
@@ -80,3 +81,14 @@ def test_forms_that_cannot_be_kept_name_the_field(kind, value, problem):
     with pytest.raises(FieldError, match=problem) as caught:
         text_mask(TOKENIZER, Structured(kind, value))
     assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("tools", [(), ({"type": "function", "function": {"name": "f"}},)])
+def test_forms_of_a_chat_name_their_field_too(tools):
+    engine = tiny_engine()
+    for form in (Structured("regex", "("), Structured("choice", [])):
+        with pytest.raises(FieldError) as caught:
+            engine.chat(
+                [{"role": "user", "content": "Hi"}], SamplingParams(structured=form), 1, ChatOptions(tools=tools)
+            )
+        assert caught.value.param == "structured_outputs"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from perilune.serve.api.words import Words, joined
@@ -70,6 +70,10 @@ class Shape(Protocol):
         """A whole answer."""
         ...
 
+    def usage(self, usage: Usage) -> Usage:
+        """What is said about token counts."""
+        ...
+
     def first_chunk(self, row: int) -> dict[str, Any] | None:
         """What comes before any text; asked for when the first text is there."""
         ...
@@ -111,6 +115,10 @@ class ChatShape:
         choice = {"index": row, "message": message, "logprobs": self._logprobs(answer.logprobs)}
         return choice | {"finish_reason": answer.finish_reason} | self._ids(answer.token_ids)
 
+    def usage(self, usage: Usage) -> Usage:
+        """See `Shape.usage`."""
+        return usage
+
     def first_chunk(self, row: int) -> dict[str, Any]:
         """Who is speaking."""
         delta = {"role": "assistant", "content": ""}
@@ -138,16 +146,18 @@ class Echo:
     Attributes:
         text: of the prompt.
         logprobs: of its tokens, as a choice has them.
-        alone: nothing follows: no token was asked for.
     """
 
     text: str
     logprobs: dict[str, Any] | None
-    alone: bool
 
 
 class CompletionShape:
     """/v1/completions.
+
+    Args:
+        shown: what the request wants to see.
+        alone: it wants its prompt and nothing behind it; a token that was drawn all the same is not shown.
 
     Attributes:
         echoes: row -> its prompt, where the request wants it; set when the prompts have been run.
@@ -157,20 +167,22 @@ class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, shown: Shown) -> None:
-        self._shown = shown
+    def __init__(self, shown: Shown, *, alone: bool = False) -> None:
+        self._shown, self._alone = shown, alone
         self.echoes: dict[int, Echo] = {}
 
     def choice(self, row: int, answer: WholeAnswer) -> dict[str, Any]:
         """See `Shape.choice`."""
-        echo = self.echoes.get(row)
-        text, logprobs, reason = answer.text, self._logprobs(row, answer.logprobs), answer.finish_reason
-        if echo is not None and echo.alone:
-            text, logprobs, reason = echo.text, echo.logprobs, "length"
-        elif echo is not None:
+        answer = WholeAnswer(finish_reason="length") if self._alone else answer
+        text, logprobs = answer.text, self._logprobs(row, answer.logprobs)
+        if (echo := self.echoes.get(row)) is not None:
             text, logprobs = echo.text + text, joined(echo.logprobs, logprobs)
-        choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
         return choice | self._ids(answer.token_ids)
+
+    def usage(self, usage: Usage) -> Usage:
+        """See `Shape.usage`."""
+        return replace(usage, completion_tokens=0) if self._alone else usage
 
     def first_chunk(self, row: int) -> dict[str, Any] | None:
         """The prompt, if it is wanted."""
@@ -179,13 +191,11 @@ class CompletionShape:
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See `Shape.chunk`."""
-        echo = self.echoes.get(delta.row)
-        text, logprobs, reason = delta.text, self._logprobs(delta.row, delta.logprobs), delta.finish_reason
-        if echo is not None and echo.alone:
-            text, logprobs, reason = "", None, reason and "length"
-        return {"index": delta.row, "text": text, "logprobs": logprobs, "finish_reason": reason} | self._ids(
-            delta.token_ids
-        )
+        if self._alone:
+            delta = Delta(delta.row, "", delta.finish_reason and "length")
+        logprobs = self._logprobs(delta.row, delta.logprobs)
+        choice = {"index": delta.row, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return choice | self._ids(delta.token_ids)
 
     def _logprobs(self, row: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._shown.logprobs:

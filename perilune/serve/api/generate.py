@@ -67,12 +67,12 @@ class Generate:
         exchange = await self._context.exchange(
             request, lambda: engine.complete(prompts, params, n, service), n * len(prompts), stream=bool(asked.stream)
         )
-        shape = CompletionShape(self._shown(asked))
+        shape = CompletionShape(self._shown(asked), alone=alone)
         if not asked.echo:
             return await self._answer(request, asked, exchange, shape, n * len(prompts))
 
         def echo() -> None:
-            shape.echoes |= self._echoes(prompts, n, exchange, alone=alone)
+            shape.echoes |= self._echoes(prompts, n, exchange)
 
         return await self._answer(request, asked, exchange, shape, n * len(prompts), prepare=echo)
 
@@ -88,9 +88,7 @@ class Generate:
     def _shown(self, asked: Sampling) -> Shown:
         return Shown(self._context.words, asked.alternatives() is not None, bool(asked.return_token_ids))
 
-    def _echoes(
-        self, prompts: Sequence[str | list[int]], n: int, exchange: Exchange, *, alone: bool
-    ) -> dict[int, Echo]:
+    def _echoes(self, prompts: Sequence[str | list[int]], n: int, exchange: Exchange) -> dict[int, Echo]:
         """Row -> its prompt as text, with log-probabilities if they were asked for."""
         words = self._context.words
         all_logprobs = exchange.job.prompt_logprobs
@@ -99,7 +97,7 @@ class Generate:
             ids = words.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             text = prompt if isinstance(prompt, str) else words.tokenizer.decode(ids)
             logprobs = words.echo(ids, None if all_logprobs is None else all_logprobs[number])
-            echoes |= dict.fromkeys(range(number * n, number * n + n), Echo(text, logprobs, alone))
+            echoes |= dict.fromkeys(range(number * n, number * n + n), Echo(text, logprobs))
         return echoes
 
     def _prompt_logprobs(self, asked: Sampling, exchange: Exchange, rows: int) -> list[dict[str, Any]]:
@@ -131,7 +129,7 @@ class Generate:
         choices = [shape.choice(row, answer) | more[row] for row, answer in enumerate(answers)]
         job = exchange.job
         head |= {"object": shape.object, "choices": choices, "system_fingerprint": None}
-        return json_response(head | {"usage": usage_body(job.usage), "timings": timings_body(job.timing)})
+        return json_response(head | {"usage": usage_body(shape.usage(job.usage)), "timings": timings_body(job.timing)})
 
     async def _events(
         self, exchange: Exchange, asked: Sampling, head: dict[str, Any], shape: Shape, rows: int, prepare: Any
@@ -141,7 +139,7 @@ class Generate:
         head = head | {"object": shape.chunk_object, "system_fingerprint": None}
 
         def chunk(choice: dict[str, Any]) -> bytes:
-            usage = {"usage": usage_body(job.usage)} if always else {"usage": None} if include else {}
+            usage = {"usage": usage_body(shape.usage(job.usage))} if always else {"usage": None} if include else {}
             return event(head | {"choices": [choice]} | usage)
 
         begun = {row for row in range(rows) if shape.first_chunk(row) is not None}
@@ -161,7 +159,7 @@ class Generate:
                     yield chunk(first)
             yield chunk(shape.chunk(delta))
         if include:
-            body = {"choices": [], "usage": usage_body(job.usage), "timings": timings_body(job.timing)}
+            body = {"choices": [], "usage": usage_body(shape.usage(job.usage)), "timings": timings_body(job.timing)}
             yield event(head | body)
         yield DONE
 

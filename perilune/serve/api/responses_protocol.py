@@ -93,6 +93,8 @@ class ResponsesRequest(Sampling, kw_only=True):
         Raises:
             FieldError: an item that cannot be a message.
         """
+        if self.input == []:
+            raise FieldError("input is empty; give a text, or at least one item", "input")
         messages = [Message("system", self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             messages.append(Message("user", self.input))

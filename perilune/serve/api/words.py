@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perilune.serve.request import TokenLogprob
-from perilune.tokenizer import Tokenizer
+from perilune.tokenizer import StreamDecoder, Tokenizer
 
 _LEAST = -9999.0
 """JSON has no infinity: what is impossible reads like this, as elsewhere."""
@@ -69,10 +69,10 @@ class Words:
         """`logprobs` of a prompt; its first token has none, for nothing stands before it."""
         if logprobs is None:
             return None
-        offsets, length = [], 0
+        offsets, length, decoder = [], 0, StreamDecoder(self.tokenizer)
         for token_id in ids:
             offsets.append(length)
-            length += len(self.tokenizer.decode([token_id]))
+            length += len(decoder.push(token_id))
         return {
             "tokens": [self.text(token_id) for token_id in ids],
             "token_logprobs": [None if one is None else max(one.logprob, _LEAST) for one in logprobs],
