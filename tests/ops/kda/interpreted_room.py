@@ -89,3 +89,17 @@ def test_states_in_and_out(target: int, at_end: bool) -> None:
         assert torch.equal(got, want) or target != NEVER
         assert relative_error(got.double(), want.double()) < 1e-2
     assert torch.equal(final[3:], initial[3:])
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_a_room_of_fewer_tokens_than_a_chunk() -> None:
+    """A unit of nobody has no tokens, wherever it stands: a kernel that took 64 for it would read behind the last of v."""
+    offsets, room, guarded = (0, 48, 63), Room(63, 4, 1, 64), GuardedMemory(at_end=True)
+    inputs = raw_inputs(1, 63, 1, 1, 64, 64)
+    del inputs["initial_state"]
+    low = {n: guarded.of(x.bfloat16() if n in ("q", "k", "v", "g", "beta") else x.float()) for n, x in inputs.items()}
+    numbers = guarded.of(torch.from_numpy(room.filled(offsets)))
+    with force("triton"), emulated(), guarded:
+        o, _ = chunk_kda(**low, **BOUNDED, plan=room.plan(numbers))
+        expected, _ = chunk_kda(**low, **BOUNDED, cu_seqlens=torch.tensor(offsets))
+    assert relative_error(o.double(), expected.double()) < 1e-2

@@ -21,7 +21,7 @@ summary(
     const Unit& unit = part.unit;
     const int value_blocks = value_dim / COLUMNS, head = part.head;
     const bool values = part.block < value_blocks, first = unit.begins >= 0;
-    if (unit.ends >= 0 || (first && !values) || unit.count == 0) return;  // without chunks: in tables with room for others
+    if (unit.ends >= 0 || (first && !values) || unit.of_nobody()) return;  // nobody has no rows: v may have fewer than are fetched
     const int column = (values ? part.block : part.block - value_blocks) * COLUMNS;
 
     if (fetches()) {
