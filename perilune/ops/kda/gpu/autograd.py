@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.arguments import Arguments
 from perilune.ops.kda.gpu import known
 from perilune.ops.kda.gpu.backward import backward
-from perilune.ops.kda.gpu.form_backward import BackwardForm, aligned
+from perilune.ops.kda.gpu.form_backward import BackwardForm, aligned, mergeable
 from perilune.ops.kda.gpu.forms import Form, lay_out
 from perilune.ops.kda.gpu.forward import Forward, Prepared, Setting, flat, forward
 
@@ -120,7 +120,7 @@ class _FormFunction(torch.autograd.Function):
             key = _key(tensors, d_final, wants_state)
             found: BackwardForm | None = form.backwards.get(key)
             if found is None:
-                tensors = (*(aligned(x) for x in (q, k, v, g)), beta, aligned(do))
+                tensors = (*(aligned(x) for x in (q, k, v, g)), mergeable(beta), aligned(do))
                 key = _key(tensors, d_final, wants_state)
                 found = form.backwards.get(key)
             if found is None:

@@ -64,7 +64,7 @@ class BackwardForm:
         """Queue the pass: gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, those absent None."""
         form = self._form
         p, device = form.plan, form.device
-        keep_if_recorded(p)
+        keep_if_recorded(p.chunks)
         *x, U, S, M = form.parts.within(buffer)
         between = v.new_empty(self._parts.bytes // 2)
         dS, N, out = self._parts.within(between)
@@ -99,6 +99,11 @@ class BackwardForm:
             None if bias is None or dt_bias is None else bias.sum(0).view(dt_bias.shape),
             d_state,
         )
+
+
+def mergeable(x: Tensor) -> Tensor:
+    """Itself, or a copy where rows and tokens do not lie at equal distances: what hooks of saved tensors give back may lie anywhere."""
+    return x if flat(x).data_ptr() == x.data_ptr() else x.contiguous()
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class Form:
         p = self.plan
         if p.filling is not None:
             p.filling.wait()
-        keep_if_recorded(p)
+        keep_if_recorded(p.chunks)
         buffer = q.new_empty(self.parts.bytes // 2)
         *x, U, S, M = self.parts.within(buffer)
         self._prepare(q, k, g, beta, A_log, dt_bias, p.chunks, *x)

@@ -128,7 +128,7 @@ def _ranges(count_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - (np.cumsum(count_N) - count_N)[owner]
 
 
-_recorded: dict[int, Plan] = {}  # a recorded CUDA graph reads its tables for as long as it lives
+_recorded: dict[int, Tensor] = {}  # a recorded CUDA graph reads its tables for as long as it lives
 
 
 def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device) -> Plan:
@@ -143,14 +143,23 @@ def plan(offsets: tuple[int, ...], target: int, width: int, device: torch.device
     found = _plan(offsets, target, width, device)
     if found.filling is not None:
         found.filling.wait()
-    keep_if_recorded(found)
+    keep_if_recorded(found.chunks)
     return found
 
 
-def keep_if_recorded(p: Plan) -> None:
-    """Keep the tables for good if the current stream is being recorded."""
-    if p.chunks.is_cuda and torch.cuda.is_current_stream_capturing():
-        _recorded[id(p)] = p
+def keep_if_recorded(table: Tensor) -> None:
+    """Keep a table, and all that lies in the same memory, for good if the current stream is being recorded."""
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        _recorded[id(table)] = table
+
+
+def on_device(numbers: np.ndarray, device: torch.device) -> tuple[Tensor, Filling | None]:
+    """The numbers on a device, and until when another stream may not read them."""
+    table = torch.from_numpy(numbers)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return table.to(device), None
+    # From pinned memory, which torch keeps until it is read: the host goes on. A recording would hold the copy, not make it.
+    return table.pin_memory().to(device, non_blocking=True), Filling(device)
 
 
 @lru_cache(maxsize=64)
@@ -160,13 +169,7 @@ def _plan(offsets: tuple[int, ...], target: int, width: int, device: torch.devic
     flat = np.zeros(begins[-1], np.int32)
     for begin, table in zip(begins, found):
         flat[begin : begin + table.size] = table.ravel()
-    numbers = torch.from_numpy(flat)
-    filling = None
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        # From pinned memory, which torch keeps until it is read: the host goes on. A recording would hold the copy, not make it.
-        numbers, filling = numbers.pin_memory().to(device, non_blocking=True), Filling(device)
-    else:
-        numbers = numbers.to(device)
+    numbers, filling = on_device(flat, device)
     parts = (numbers[begin : begin + table.size].view(table.shape) for begin, table in zip(begins, found))
     chunks, units, sequences = parts
     return Plan(chunks, units, sequences, len(units) > len(sequences), width, only_whole_chunks(offsets), filling)

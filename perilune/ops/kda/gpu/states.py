@@ -15,7 +15,7 @@ from perilune.ops.kda.gpu import known
 from perilune.ops.kda.gpu.forms import lay_out
 from perilune.ops.kda.gpu.forward import Setting, flat, forward
 from perilune.ops.kda.gpu.padded_plan import place_marks
-from perilune.ops.kda.gpu.plan import CHUNK
+from perilune.ops.kda.gpu.plan import CHUNK, Filling, keep_if_recorded, on_device
 
 
 class Exports(NamedTuple):
@@ -27,16 +27,21 @@ class Exports(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _slots(offsets: tuple[int, ...], marks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """`Exports.slot` of these marks: the same for all layers of a pass, none of which waits for the device."""
+def _slots(
+    offsets: tuple[int, ...], marks: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Filling | None]:
+    """`Exports.slot` of these marks, with `plan.Filling`: the same for all layers of a pass, none of which waits for the device."""
     chunks = sum(-(-(end - begin) // CHUNK) for begin, end in pairwise(offsets))
-    slots = torch.from_numpy(place_marks(offsets, marks, chunks))
-    return slots.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else slots
+    return on_device(place_marks(offsets, marks, chunks), device)
 
 
 def kda_gpu_states(args: Arguments, marks: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernels without gradients; `marks` are pairs of a sequence and a multiple of a chunk inside it."""
-    return kda_gpu_planned(args, _slots(args.offsets, tuple(marks), args.q.device), len(marks))
+    slots, filling = _slots(args.offsets, tuple(marks), args.q.device)
+    if filling is not None:
+        filling.wait()
+    keep_if_recorded(slots)
+    return kda_gpu_planned(args, slots, len(marks))
 
 
 def kda_gpu_planned(args: Arguments, slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
