@@ -116,6 +116,12 @@ def kda_verify_step(
             f"state {tuple(state_BHVK.shape)} and window {tuple(window_BXW1.shape)} must be "
             f"{(slots, num_heads, value_dim, key_dim)} and {(slots, channels, taps - 1)}"
         )
+    if index_B is not None and (index_B.shape != (batch,) or index_B.dtype not in (torch.int32, torch.int64)):
+        raise ConfigError(
+            f"index has shape {list(index_B.shape)} and type {index_B.dtype}; {batch} rows need [{batch}] of int32 or int64"
+        )
+    if A_log_H is None and lower_bound is None:
+        raise ConfigError("the softplus gate (lower_bound=None) needs A_log")
     weights = (conv_weight_XW, A_log_H, dt_bias, norm_weight_V)
     numbers = (num_heads, key_dim, lower_bound, scale, norm_eps)
     device, dtype = new.qkv_BTX.device, new.qkv_BTX.dtype

@@ -80,6 +80,8 @@ def test_calls_that_the_kernels_do_not_take_say_why() -> None:
     for args, word in (
         (arguments(key_dim=96), "64 or 128, not 96"),
         (arguments(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True), "up to 2"),
+        (arguments(cu_seqlens=(0,) * 32_769 + (2,)), "32768 sequences at once, not 32769"),
+        (arguments(plan=Room(2, 40_000, NEVER, 128).plan(torch.zeros(640_000, dtype=torch.int32))), "not 80000"),
     ):
         reason = support.unsuitable(args)
         assert reason is not None and word in reason

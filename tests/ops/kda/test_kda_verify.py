@@ -159,6 +159,11 @@ def test_misuse_is_refused() -> None:
         run(case, torch.tensor([1]))
     with pytest.raises(ConfigError, match="22 channels.*2 heads"):
         run(case | {"numbers": case["numbers"] | {"num_heads": 2}}, torch.tensor([1, 1]))
+    with pytest.raises(ConfigError, match="softplus.*needs A_log"):
+        run(case | {"A_log": None, "numbers": case["numbers"] | {"lower_bound": None}}, torch.tensor([1, 1]))
+    for index in (torch.tensor([0]), torch.tensor([0, 1], dtype=torch.int16)):
+        with pytest.raises(ConfigError, match=r"index has shape.*need \[2\] of int32 or int64"):
+            run(case, torch.tensor([1, 1]), index)
     with pytest.raises(ConfigError, match="state.*must be"):
         run(case | {"state": case["state"][:1]}, torch.tensor([1, 1]))
 

@@ -11,6 +11,8 @@ from perilune.ops.kda.arguments import Arguments
 from perilune.ops.triton.available import interpreted, obstacle
 
 DIMS = (64, 128)  # key and value channels of a head on a GPU: what the tensor cores' instructions divide
+MOST_UNITS = 65_535  # the second dimension of a grid
+MOST_SEQUENCES = 32_768  # so that there is room for the segments that sequences are cut into
 LEAST_DIM = 16  # rows and columns of the smallest product that Triton makes
 
 
@@ -34,6 +36,10 @@ def kernels(device: torch.device) -> str:
 def unsuitable(args: Arguments) -> str | None:
     """Why the kernels do not take this call, though they take its element types; None if they do."""
     dims = args.key_dim, args.value_dim
+    if args.plan is None and args.sequences > MOST_SEQUENCES:
+        return f"the KDA kernels take {MOST_SEQUENCES} sequences at once, not {args.sequences}"
+    if args.plan is not None and args.plan.unit_count > MOST_UNITS:
+        return f"the KDA kernels take tables of {MOST_UNITS} units, not {args.plan.unit_count}"
     if interpreted():
         if any(d < LEAST_DIM or d & (d - 1) for d in dims):
             return f"the KDA kernels need K and V to be powers of 2 from {LEAST_DIM} on, not {dims[0]} and {dims[1]}"
