@@ -98,6 +98,7 @@ class EngineThread(ABC):
             if self._thread is None:
                 release_threads()  # of the thread that loaded the model: from here on another one computes
                 self._thread, self._process = _Thread(self, self._run), os.getpid()
+            if self._thread.ident is None:  # now, or if a signal has kept the last command from it
                 self._thread.start()
             self.inbox.put(command)
 
@@ -150,12 +151,12 @@ class EngineThread(ABC):
         if self._forked:
             return
         with self._lock:
-            unused = self._thread is None and not self._closed
-            self._closed = True
+            first, self._closed = not self._closed, True
             thread = self._thread
-        if unused:
-            self.ended()
-        if thread is not None:
+        if thread is None or thread.ident is None:
+            if first:
+                self.ended()
+        else:
             self.inbox.put(lambda: None)
             if thread is not threading.current_thread():
                 thread.join(timeout)

@@ -66,8 +66,8 @@ class LocalJob:
 
     def __iter__(self) -> Iterator[Delta]:
         heard: queue.SimpleQueue[Delta | JobEnd] = queue.SimpleQueue()
-        self.start(heard.put)
         try:
+            self.start(heard.put)
             while not self.closed and not isinstance(event := heard.get(), JobEnd):
                 yield event
             if not self.closed and event.error is not None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
 from tiny_model import tiny_engine
 
 from perilune.serve.llm import LLM
@@ -84,3 +86,21 @@ def test_threads_ask_on_when_the_main_one_has_ended(tmp_path):
 
 def test_a_fork_is_told_that_its_engine_is_elsewhere(tmp_path):
     assert end_of(FORKS, tmp_path) == (0, "EngineClosed True True\n3 1\n", "")
+
+
+def test_an_interrupt_while_the_first_request_is_handed_over_loses_that_request_alone(tmp_path, monkeypatch):
+    """Ctrl-C before the engine's thread runs: the next request starts it, and the engine can be closed in between."""
+
+    def interrupted(_thread) -> None:
+        raise KeyboardInterrupt
+
+    at_work, unlucky = engine(tmp_path / "one"), engine(tmp_path / "two")
+    with monkeypatch.context() as signals:
+        signals.setattr(threading.Thread, "start", interrupted)
+        for one in (at_work, unlucky):
+            with pytest.raises(KeyboardInterrupt):
+                LLM(one).generate([PROMPT], SamplingParams(max_tokens=1))
+    unlucky.close()
+    (result,) = LLM(at_work).generate([PROMPT], SamplingParams(max_tokens=1))
+    assert len(result.outputs[0].token_ids) == 1 and at_work.metrics().running == 0
+    at_work.close()
