@@ -46,7 +46,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         raise CapacityError(
             f"no disk space left for {path} ({error.strerror}); everything saved before is untouched; "
-            "free some space, then continue with --resume"
+            "free some space and run the command again, a training run that had begun with --resume"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,7 +118,10 @@ def run(args: list[str]) -> int:
         print(json.dumps({"rows": [asdict(row) for row in rows], "seeds": flags.seeds, "folder": str(folder)}))
         return 0
     _print(rows, variants, flags.seeds)
-    print(f"\ntable: {folder / 'ablation.json'}\nnext: perilune report {folder}/* --compare", file=sys.stderr)
+    print(
+        f"\ntable: {folder / 'ablation.json'}\nnext: perilune report {shlex.quote(str(folder))}/* --compare",
+        file=sys.stderr,
+    )
     return 0
 
 

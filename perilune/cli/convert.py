@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def run(args: list[str]) -> int:
         + (", verified" if done.verified else "")
     )
     folder = "--run" if done.to == "native" else "--model"
-    print(f'next: perilune generate {folder} {done.out} --prompt "…"')
+    print(f'next: perilune generate {folder} {shlex.quote(done.out)} --prompt "…"')
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,5 +188,5 @@ def _build(args: list[str]) -> int:
     print(f"{facts['documents']:,} documents, {facts['bytes']:,} bytes")
     if not flags.dry_run:
         print(f"{facts['corpus']} (licences and hashes: {facts['manifest']})")
-        print(f"next: perilune train --data {facts['corpus']}")
+        print(f"next: perilune train --data {shlex.quote(facts['corpus'])}")
     return 0

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perilune.cli.train import own_name
 from perilune.config import CheckpointConfig, EvalConfig, TrainConfig
 from perilune.config.parse import parse_flags
 from perilune.config.presets import training
@@ -231,4 +232,5 @@ def _print(result: dict[str, Any], path: Path) -> None:
     print(f"serve        second turn: {serve['cached_tokens_second_turn']} of {serve['prompt_tokens_second_turn']} prompt tokens "
           "were not run again")  # fmt: skip
     print(f"report       {result['report']}")
-    print(f"next         perilune chat --run {path.name}   ·   perilune explain kda --run {path.name}")
+    again = own_name(RunDir(path))
+    print(f"next         perilune chat --run {again}   ·   perilune explain kda --run {again}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from perilune.cli.demo import DemoFlags, demo_config, finish, open_trainer, say
 from perilune.cli.picture_lines import exam_line
+from perilune.cli.train import own_name
+from perilune.rundir import RunDir
 
 PICTURES = 200
 """Pictures of each part that are asked about."""
@@ -51,6 +54,5 @@ def _print(result: dict[str, Any], path: Path) -> None:
         for about in ("shape", "colour", "what"):
             print(exam_line(words, vision[part][about]))
     print(f"report       {result['report']}")
-    print(
-        f'next         perilune chat --run {path.name} --image {path / vision["samples"][0]["file"]} --once "what is this?"'
-    )
+    again, picture = own_name(RunDir(path)), shlex.quote(str(path / vision["samples"][0]["file"]))
+    print(f'next         perilune chat --run {again} --image {picture} --once "what is this?"')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from typing import NoReturn
 
 from perilune.cli.picture_lines import exam_line
@@ -73,5 +74,5 @@ def run(args: list[str]) -> int:
     for part, questions in (exams or {}).items():
         for exam in questions.values():
             print(exam_line({"held_out": "new pictures", "unseen": "new pairs"}[part], exam))
-    print(f"next: perilune report {flags.run}")
+    print(f"next: perilune report {shlex.quote(flags.run)}")
     return 0

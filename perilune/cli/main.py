@@ -56,7 +56,9 @@ def _help() -> str:
 
 
 def _logging(level: int) -> None:
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+    """Our own messages from `level` on, warnings of everything else: torch, for one, logs its caches when it ends."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    logging.getLogger("perilune").setLevel(level)
 
 
 def _standard_streams() -> None:
@@ -168,9 +170,8 @@ def _run(args: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _no_memory(error):
             raise
-        message = (
-            f"out of memory ({str(error).splitlines()[0][:200] or 'Python'}); take a smaller model, batch or window"
-        )
+        reason = (str(error) or "Python").splitlines()[0][:200]
+        message = f"out of memory ({reason}); take a smaller model, batch or window"
     print(f"error: {message}", file=sys.stderr)
     return 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -145,8 +146,8 @@ def _train(config: TrainConfig | None, folder: RunDir, *, resume: bool, as_json:
 
 
 def own_name(folder: RunDir) -> str:
-    """What to type for this run."""
-    return folder.path.name if folder.path.parent == Path("runs") else str(folder.path)
+    """What to type in a shell for this run."""
+    return shlex.quote(folder.path.name if folder.path.parent == Path("runs") else str(folder.path))
 
 
 def _print(train: dict[str, Any], routing: dict[str, Any], folder: RunDir) -> None:

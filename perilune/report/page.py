@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -257,7 +258,8 @@ def _setup(run: Run) -> Section:
     command = run.environment.get("command")
     if isinstance(command, list):
         command = " ".join(map(str, command))
-    again = f"perilune train --config {run.path}/config.toml --run {run.name}-again\nperilune report {run.name}-again"
+    name, file = shlex.quote(f"{run.name}-again"), shlex.quote(f"{run.path}/config.toml")
+    again = f"perilune train --config {file} --run {name}\nperilune report {name}"
     if command:
         again = f"# as it was started\n{command}\n\n# the same settings once more\n{again}"
     blocks = [Block(title="How to reproduce", text=again, folded=False)]

@@ -65,7 +65,7 @@ def test_shares_stand_beside_chance_and_the_blind_baseline(run_folder):
     page = with_pictures(run_folder, sample("a red circle"))
     assert "shapes named right" in page and ">90%<" in page
     for text in ("90% (50%–75%)", "13% (50%–75%)", "92% (50%–75%)", "12% (50%–75%)", "12.5%"):
-        assert f"<td>{text}</td>" in page
+        assert f">{text}</td>" in page
     assert "pairs never shown: What shape is it?" in page
 
 
