@@ -28,14 +28,17 @@ class Administration:
     Args:
         core: of the engine.
         root_key: what a prompt's prefixes depend on besides tokens, for a salt.
+        weights_changed: is told on the engine's thread, before the new weights get their number.
 
     Attributes:
         weights_version: name of the weights, as `update_weights` was told.
         weights_number: how often the weights were changed.
     """
 
-    def __init__(self, core: EngineCore, root_key: Callable[[str], RootKey]) -> None:
-        self._core, self._root_key = core, root_key
+    def __init__(
+        self, core: EngineCore, root_key: Callable[[str], RootKey], weights_changed: Callable[[], None]
+    ) -> None:
+        self._core, self._root_key, self._weights_changed = core, root_key, weights_changed
         self.weights_version, self.weights_number = "0", 0
         self._pins: dict[str, tuple[Pin, float]] = {}
         self._names = itertools.count()
@@ -88,24 +91,20 @@ class Administration:
             with torch.no_grad():
                 for name, tensor in self._core.runner.model.state_dict().items():
                     tensor.copy_(tensors[name])
-            self.weights_number += 1
-            self.weights_version = version
-            self._renew()
+            self._renew(version)
 
         self._core.call(load)
 
     def weights_changed(self, version: str) -> None:
         """The model's parameters were changed in place, as by a trainer in this process: as `update_weights`."""
 
-        def renew() -> None:
-            self.weights_number += 1
-            self.weights_version = version
-            self._renew()
+        self._core.call(lambda: self._renew(version))
 
-        self._core.call(renew)
-
-    def _renew(self) -> None:
+    def _renew(self, version: str) -> None:
         """Let nothing that the old weights computed be used: running sequences start again, under new names of prefixes."""
+        self._weights_changed()
+        self.weights_number += 1
+        self.weights_version = version
         core = self._core
         for sequence in list(core.scheduler.running.values()):
             core.scheduler.preempt(sequence)
@@ -113,13 +112,7 @@ class Administration:
             self._drop(name)
         core.cache.reset()
         for job in core.jobs.values():
-            for sequence in job.sequences:
-                answer = sequence.content
-                root = self._root_key(
-                    f"{sequence.name} alone" if answer.wants_prompt_scores else job.service.cache_salt
-                )
-                keys = [image.key for image in answer.images]
-                sequence.chain = TokenChain(root, core.cache.geometry.unit, sequence.ids, keys)
+            job.rename()
 
     def pin(self, ids: Sequence[int], seconds: float, salt: str = "") -> dict[str, Any]:
         """Keep the longest cached part of a prompt for so many seconds; returns its name and length."""

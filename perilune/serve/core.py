@@ -137,6 +137,7 @@ class EngineCore(EngineThread):
         if job.closed:
             self._forget(job)
             return
+        job.begun()
         for sequence in job.sequences:
             self._job_of[sequence.name] = job
         for sequence in job.prompts:

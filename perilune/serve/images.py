@@ -63,6 +63,11 @@ class ShownImages:
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
+    def forget(self) -> None:
+        """The tower has other weights: what it saw with the old ones is not used any more."""
+        with self._lock:
+            self._rows = OrderedDict()
+
     def load(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedImage]:
         """Decode the image parts `{"type": "image", "image": …}` of messages, in order.
 
@@ -105,14 +110,15 @@ class ShownImages:
     def _rows_of(self, image: ProcessedImage) -> Tensor:
         name = digest(image)
         with self._lock:
-            if name in self._rows:
-                self._rows.move_to_end(name)
-                return self._rows[name]
+            known = self._rows
+            if name in known:
+                known.move_to_end(name)
+                return known[name]
         rows = self._model.image_rows(self._batch(image))
         with self._lock:
-            self._rows[name] = rows
-            while len(self._rows) > _KEPT:
-                self._rows.popitem(last=False)
+            known[name] = rows  # nobody looks there any more if they were forgotten meanwhile
+            while len(known) > _KEPT:
+                known.popitem(last=False)
         return rows
 
     def _batch(self, image: ProcessedImage) -> ImageBatch:

@@ -26,13 +26,14 @@ class LocalJob:
         sequences: one an answer, each with an `Answer` as its content, in the order of rows.
         prompts: the first sequence of each prompt; the others of the same prompt are its followers.
         service: how it is to be treated.
+        weights: number of the engine's weights when it was made.
     """
 
     def __init__(
-        self, engine: LocalEngine, sequences: list[Sequence], prompts: list[Sequence], service: Service
+        self, engine: LocalEngine, sequences: list[Sequence], prompts: list[Sequence], service: Service, weights: int
     ) -> None:
         self._engine, self._core = engine, engine.core
-        self.sequences, self.prompts, self.service = sequences, prompts, service
+        self.sequences, self.prompts, self.service, self.weights = sequences, prompts, service, weights
         self.answers: list[Answer] = [sequence.content for sequence in sequences]
         self.closed = False
         self._arrived = 0.0
@@ -124,6 +125,15 @@ class LocalJob:
         return [[None, *sequence.content.prompt_logprobs] for sequence in self.prompts]
 
     # ---- the side of the engine's thread
+
+    def begun(self) -> None:
+        """The engine takes it in; its weights may have changed since it was made."""
+        if self.weights != self._engine.admin.weights_number:
+            self._engine.rename(self)
+
+    def rename(self) -> None:
+        """The weights have changed."""
+        self._engine.rename(self)
 
     def push(self, delta: Delta) -> None:
         """Tell the listener."""

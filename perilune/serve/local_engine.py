@@ -25,7 +25,7 @@ from perilune.ops.first_use import listen
 from perilune.serve import structured
 from perilune.serve.administration import Administration, metrics
 from perilune.serve.answer import Answer
-from perilune.serve.cache import HybridCache, KnownPrompts, Retention, RootKey
+from perilune.serve.cache import HybridCache, KnownPrompts, Retention, RootKey, TokenChain
 from perilune.serve.core import EngineCore
 from perilune.serve.engine import EngineMetrics
 from perilune.serve.images import PlacedImage, ShownImages, sizes
@@ -98,7 +98,7 @@ class LocalEngine:
             sizes = (geometry.page_bytes, geometry.groups * geometry.page_bytes)
             disk = None
             if self.settings.disk is not None:  # it may have been written by other weights of the same name
-                self._identity = f"{name} {fingerprint(model)}"
+                self._identity = self._identified(model)
                 disk = DiskTier(self.settings.disk, self.settings.disk_bytes, *sizes)
             tiers = Tiers(cache, pool, self.settings.host_bytes, disk)
         overlap = pays_off(model.device) if self.settings.overlap is None else self.settings.overlap
@@ -106,7 +106,7 @@ class LocalEngine:
         self.core = EngineCore(cache, scheduler, runner, tiers)
         self.first_uses = FirstUses()
         listen(self.first_uses)
-        self.admin = Administration(self.core, self.root_key)
+        self.admin = Administration(self.core, self.root_key, self._weights_changed)
         self._ends = (tokenizer.special.eos, tokenizer.special.end_of_msg)
         self._names, self._known = itertools.count(), KnownPrompts()
         # The thread keeps the model alive; it ends with the engine, whether or not somebody closes it.
@@ -162,6 +162,35 @@ class LocalEngine:
         numerics = f"{model.compute_dtype} {model.device.type}"
         return RootKey(model=self._identity, weights=self.admin.weights_number, numerics=numerics, salt=salt)
 
+    def _identified(self, model: Transformer) -> str:
+        """What the weights are called where another process may look for them."""
+        return f"{self.name} {fingerprint(model)}"
+
+    def _weights_changed(self) -> None:
+        """The model has other weights; called before they get their number."""
+        if self.settings.disk is not None:  # where the number says nothing: every process counts from 0
+            self._identity = self._identified(self.core.runner.model)
+        if self.images is not None:
+            self.images.forget()
+
+    def rename(self, job: LocalJob) -> None:
+        """Let a job that was made for earlier weights be cached under the name of those that compute it."""
+        job.weights = self.admin.weights_number
+        for sequence in job.sequences:
+            answer = sequence.content
+            # Rows of its images are what the earlier weights saw: they serve this job, and nobody else.
+            alone = bool(answer.images) or self._alone(answer)
+            root = self._root(sequence.name, alone, job.service)
+            keys = [image.key for image in answer.images]
+            sequence.chain = TokenChain(root, self.core.cache.geometry.unit, sequence.ids, keys)
+
+    def _alone(self, answer: Answer) -> bool:
+        """Whether an answer shares no prefix: scores of every token of a prompt need every token of it."""
+        return not self.settings.prefix_cache or answer.wants_prompt_scores
+
+    def _root(self, name: str, alone: bool, service: Service) -> RootKey:
+        return self.root_key(f"{name} alone" if alone else service.cache_salt)
+
     # ---- requests
 
     def chat(
@@ -173,6 +202,7 @@ class LocalEngine:
         service: Service | None = None,
     ) -> LocalJob:
         """See `Engine.chat`."""
+        weights = self.admin.weights_number
         options = options or ChatOptions()
         thinking = self._thinks(options)
         rendered, images = self._rendered(messages, options)
@@ -187,7 +217,7 @@ class LocalEngine:
         )  # fmt: skip
         placed = self.images.placed(rendered, images) if self.images is not None and images else []
         return self._job(
-            [rendered.ids], params, n, reader, mask, service, turn_ends=rendered.message_ends, images=placed
+            [rendered.ids], params, n, reader, mask, service, weights, turn_ends=rendered.message_ends, images=placed
         )
 
     def complete(
@@ -198,11 +228,12 @@ class LocalEngine:
         service: Service | None = None,
     ) -> LocalJob:
         """See `Engine.complete`."""
+        weights = self.admin.weights_number
         rows = [self._prompt_ids(prompt) for prompt in prompts]
         params = self._fit(max(rows, key=len), params, "prompt")
         mask = structured.text_mask(self.tokenizer, params.structured) if params.structured is not None else None
         reader = functools.partial(TextReader, self.tokenizer, params.stop, include_stop=params.include_stop)
-        return self._job(rows, params, n, reader, mask, service)
+        return self._job(rows, params, n, reader, mask, service, weights)
 
     def prompt_ids(
         self,
@@ -226,6 +257,7 @@ class LocalEngine:
         reader: Callable[[], Reader],
         mask: TokenMask | None,
         service: Service | None,
+        weights: int,
         *,
         turn_ends: Sequence[int] = (),
         images: Sequence[PlacedImage] = (),
@@ -239,9 +271,7 @@ class LocalEngine:
                 sampling = SamplingRow(params, ids, stream=choice, ends=self._ends)
                 constraint = None if mask is None else mask.start()
                 answer = Answer(index * n + choice, params, reader(), sampling, constraint, images)
-                # Scores of every token of the prompt need every token of it; such a request shares nothing.
-                alone = not self.settings.prefix_cache or answer.wants_prompt_scores
-                root = self.root_key(f"{name} alone" if alone else service.cache_salt)
+                root = self._root(name, self._alone(answer), service)
                 chain = self._known.chain(root, self.core.cache.geometry.unit, ids, [image.key for image in images])
                 sequence = Scheduled(
                     name, ids, chain, turn_ends=turn_ends, priority=service.priority, content=answer,
@@ -252,7 +282,7 @@ class LocalEngine:
                     leaders.append(sequence)
                 else:
                     leaders[-1].followers.append(sequence)
-        return LocalJob(self, sequences, leaders, service)
+        return LocalJob(self, sequences, leaders, service, weights)
 
     # ---- checks
 

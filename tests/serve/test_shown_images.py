@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from dataclasses import replace
 
@@ -126,6 +127,19 @@ def test_many_images_are_forgotten_but_never_those_of_a_prompt(model, monkeypatc
     assert len(shown.images._rows) == 2
     three = asked(picture(0), picture(1), picture(2))
     assert said(shown, three)[0] == said(fresh, three)[0]
+
+
+def test_new_weights_look_at_known_images_anew(model):
+    """The tower is part of the weights; what it saw before serves nobody behind the change."""
+    ours = copy.deepcopy(model)
+    at, messages = engine(ours), asked(picture(0))
+    said(at, messages)
+    with torch.no_grad():
+        ours.mm_projector.post_norm.weight.fill_(-3.0)
+    at.admin.weights_changed("1")
+    (image,) = at.images.load(messages)
+    torch.testing.assert_close(at.images._rows_of(image), engine(ours).images._rows_of(image))
+    assert said(at, messages) == (said(engine(ours), messages)[0], 0)
 
 
 def test_bad_images_are_refused_with_their_place(model, tmp_path):
