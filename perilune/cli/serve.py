@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -112,8 +111,14 @@ def run(args: list[str]) -> int:
         disk=flags.disk_cache, disk_bytes=flags.disk_cache_bytes, patience=flags.patience, warm_up=flags.warm_up,
         cuda_graphs=flags.cuda_graphs,
     )  # fmt: skip
-    with contextlib.closing(parser.engine(flags, context_length=flags.context, settings=settings)) as engine:
-        return serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)
+    engine = parser.engine(flags, context_length=flags.context, settings=settings)
+    try:
+        code = serve_run(engine, endpoint, limits, as_json=flags.json, log_json=flags.log_json)
+        engine.close(None)  # however long the disk takes
+    except BaseException:  # a second signal, at whichever time
+        engine.close(keep=False)
+        raise
+    return code
 
 
 def add_server_flags(parser: FlagParser) -> None:
@@ -139,7 +144,11 @@ def server_options(flags: argparse.Namespace, keys: tuple[str, ...]) -> tuple[En
     admin_keys = list(flags.admin_key)
     if not admin_keys and os.environ.get("PERILUNE_ADMIN_KEY"):
         admin_keys = [os.environ["PERILUNE_ADMIN_KEY"]]
-    if flags.drain_seconds < 0:
+    if flags.admin_key and flags.admin_port is None:
+        raise ConfigError(
+            "serve: --admin-key is of the admin port, and there is none; give --admin-port P, or leave it out"
+        )
+    if not flags.drain_seconds >= 0:
         raise ConfigError(f"serve: --drain-seconds {flags.drain_seconds:g} must be 0 or more")
     endpoint = Endpoint(
         host=flags.host, port=flags.port, api_keys=keys, no_auth=flags.no_auth, admin_port=flags.admin_port,

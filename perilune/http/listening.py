@@ -16,8 +16,12 @@ from perilune.errors import CapacityError, ConfigError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A socket that takes connections; port 0 takes a free one. Who connects waits until the application has started.
+
+    Args:
+        host, port: the address.
+        flag: by which the user named the port.
 
     Raises:
         CapacityError: the port is taken.
@@ -32,12 +36,12 @@ def listen(host: str, port: int) -> socket.socket:
     except BaseException as error:
         listener.close()
         if isinstance(error, OverflowError):
-            raise ConfigError(f"--port {port} must be a whole number in 0..65535") from None
+            raise ConfigError(f"{flag} {port} must be a whole number in 0..65535") from None
         if isinstance(error, socket.gaierror):
             raise ConfigError(f"--host {host} is not an address or name of this machine: {error.strerror}") from None
         if isinstance(error, OSError):
             raise CapacityError(
-                f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another {flag}"
             ) from None
         raise
 

@@ -112,8 +112,16 @@ class LocalEngine:
         # The thread keeps the model alive; it ends with the engine, whether or not somebody closes it.
         self._finalizer = weakref.finalize(self, self.core.close, 0.0)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """End the thread; jobs that run end with an error."""
+    def close(self, timeout: float | None = 10.0, *, keep: bool = True) -> None:
+        """End the thread; jobs that run end with an error.
+
+        Args:
+            timeout: seconds to wait for its end, which may take as long as a step and writing the cache to the disk; None =
+                as long as it takes. The end of the process waits for some time more.
+            keep: write what is cached to the disk tier, if there is one.
+        """
+        if not keep and self.core.tiers is not None:
+            self.core.tiers.abandon()
         self.core.close(timeout)
 
     def warm_up(self, progress: Progress | None = None) -> float:

@@ -170,6 +170,9 @@ def test_serve_refuses_to_be_open(run, monkeypatch):
     for flags, words in (
         (["--host", "0.0.0.0"], "--no-auth"),
         (["--api-key", "k", "--no-auth"], "exclude"),
+        (["--admin-key", "k"], "give --admin-port"),
+        (["--drain-seconds", "nan"], "0 or more"),
+        (["--port", "0", "--admin-port", "99999"], "--admin-port 99999 must be"),
         (["--api-key", ""], "empty"),
         (["--context", "1"], "--context"),
         (["--port", "70000"], "65535"),

@@ -112,3 +112,27 @@ def test_an_engine_that_nobody_asked_gives_its_folder_back(tmp_path):
     unused = engine(tmp_path)
     unused.close()
     assert unused.core.tiers._disk._claim.closed
+
+
+def test_a_server_that_must_end_now_writes_no_further(tmp_path, monkeypatch):
+    """The first signal lets everything cached reach the disk; the second one comes while the first prefix is written."""
+    at_work = engine(tmp_path)
+    for prompt in ("first", "second", "third"):
+        list(at_work.complete([prompt * 8], GREEDY))
+    writing, told, put, written = threading.Event(), threading.Event(), DiskTier.put, []
+
+    def slow(disk: DiskTier, prefix: Prefix, *contents) -> None:
+        written.append(prefix)
+        writing.set()
+        assert told.wait(60)
+        put(disk, prefix, *contents)
+
+    monkeypatch.setattr(DiskTier, "put", slow)
+    closing = threading.Thread(target=lambda: at_work.close(None), daemon=True)
+    closing.start()
+    assert writing.wait(60)
+    at_work.close(0.0, keep=False)
+    told.set()
+    closing.join(60)
+    assert not closing.is_alive() and len(written) == 1
+    assert len(list(tmp_path.glob("*.state"))) == 1, "what is whole stays"

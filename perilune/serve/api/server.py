@@ -149,7 +149,7 @@ def _bind(engine: Engine, endpoint: Endpoint, limits: Limits | None) -> _Bound:
     admin_listener = None
     if endpoint.admin_port is not None:
         try:
-            admin_listener = listen("127.0.0.1", endpoint.admin_port)
+            admin_listener = listen("127.0.0.1", endpoint.admin_port, "--admin-port")
         except BaseException:
             listener.close()
             raise

@@ -91,6 +91,7 @@ class Tiers:
         spill = self._spill if disk is not None else None
         self._host = HostTier(host_bytes, shape.page_bytes, shape.groups * shape.page_bytes, spill)
         self._arrivals = 0
+        self._abandoned = False
         self._coming: dict[bytes, list[Callable[[], None]]] = {}  # what goes on once a prefix has come back
         cache.store.on_evict = self._write_back
 
@@ -144,6 +145,8 @@ class Tiers:
         disk = self._disk
 
         def write() -> None:
+            if self._abandoned:
+                return
             contents = {name: page.buffer() for name, page in pages.items() if not disk.index.has_page(name)}
             disk.put(prefix, contents, [page.buffer() for page in state])
 
@@ -267,12 +270,20 @@ class Tiers:
             "no_room_total": counts.no_room, "host_refused_total": counts.refused,
         }  # fmt: skip
 
+    def abandon(self) -> None:
+        """Write nothing more to the disk, from any thread: the process is to end now. What is whole there stays."""
+        self._abandoned = True
+
     def close(self) -> None:
         """Write everything to disk, if there is one, and end; the next process finds it."""
         self._cache.store.on_evict = None
-        if self._files is not None:
-            for node in list(self._cache.store.checkpoints.values()):
-                self._write_back(node)
+        if self._files is not None and self._disk is not None:
+            nodes = list(self._cache.store.checkpoints.values())
+            if nodes or len(self._host.index):
+                log.info("writing what is cached to %s", self._disk.folder)
+            for node in nodes:
+                if not self._abandoned:
+                    self._write_back(node)
             self._host.spill_all()
             self._files.shutdown(wait=True)
         if self._disk is not None:
