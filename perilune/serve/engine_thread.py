@@ -32,7 +32,7 @@ class _Thread(threading.Thread):
 def _end_threads() -> None:
     # Python ends a daemon thread by unwinding its stack as soon as it wants to run Python again. C++ answers that with
     # std::terminate: were the thread within a tensor operation then, or freeing the model, the process would abort.
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.is_alive()]
     for thread in threads:
         if (owner := thread.owner()) is not None:
             owner.close(0.0)
@@ -153,7 +153,7 @@ class EngineThread(ABC):
         with self._lock:
             first, self._closed = not self._closed, True
             thread = self._thread
-        if thread is None or thread.ident is None:
+        if thread is None or not thread.is_alive():
             if first:
                 self.ended()
         else:

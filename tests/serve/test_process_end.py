@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_model import tiny_engine
 
+from perilune.serve.engine_thread import _end_threads
 from perilune.serve.llm import LLM
 from perilune.serve.request import SamplingParams
 from perilune.serve.settings import EngineSettings
@@ -100,6 +101,10 @@ def test_an_interrupt_while_the_first_request_is_handed_over_loses_that_request_
         for one in (at_work, unlucky):
             with pytest.raises(KeyboardInterrupt):
                 LLM(one).generate([PROMPT], SamplingParams(max_tokens=1))
+    with monkeypatch.context() as program:
+        program.setattr(threading, "enumerate", lambda: [at_work.core._thread])  # known, though it never began
+        _end_threads()
+    assert at_work.closed is False
     unlucky.close()
     (result,) = LLM(at_work).generate([PROMPT], SamplingParams(max_tokens=1))
     assert len(result.outputs[0].token_ids) == 1 and at_work.metrics().running == 0

@@ -279,7 +279,7 @@ class Tiers:
         self._cache.store.on_evict = None
         if self._files is not None and self._disk is not None:
             nodes = list(self._cache.store.checkpoints.values())
-            if nodes or len(self._host.index):
+            if not self._abandoned and (nodes or len(self._host.index)):
                 log.info("writing what is cached to %s", self._disk.folder)
             for node in nodes:
                 if not self._abandoned:
