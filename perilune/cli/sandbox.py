@@ -105,7 +105,10 @@ def run(args: list[str]) -> int:
             f"sandbox {flags.command!r} is not one of {', '.join((*_COMMANDS, *_OWN_FLAGS))}; see perilune sandbox --help"
         )
     _refuse_what_is_not_heard(flags, program)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # A closed terminal, too, unless it is to be ignored (nohup): what has a name is kept and nothing is left behind.
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is not signal.SIG_IGN:
+            signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     from perilune.sandbox import RemoteSandboxes, Sandboxes
 
     with RemoteSandboxes(flags.url) if flags.url else Sandboxes() as sandboxes:

@@ -35,7 +35,7 @@ def versions_of(path: str | None) -> tuple[Any, list[int], list[int]]:
                 f"unknown keys {sorted(unknown)}" if unknown else "prefix and tokens must be lists of token ids"
             )
         return Versions(**{name: str(values.get(name, NONE)) for name in names}), prefix, tokens
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RequestError(
             f"--versions {path}: {error}; it must be an object with {', '.join(names)}, and the token ids prefix and tokens"
         ) from None

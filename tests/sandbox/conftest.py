@@ -124,7 +124,7 @@ def command(home: Path, monkeypatch, capfdbinary) -> Callable[..., subprocess.Co
     monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
 
     def call(*args: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         with tempfile.TemporaryFile() as given, monkeypatch.context() as patch:
             given.write(stdin)
             given.seek(0)
@@ -134,7 +134,8 @@ def command(home: Path, monkeypatch, capfdbinary) -> Callable[..., subprocess.Co
             try:
                 code = main(["sandbox", *args])
             finally:
-                signal.signal(signal.SIGTERM, before)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
         out, err = capfdbinary.readouterr()
         return subprocess.CompletedProcess(args, code, out, err)
 

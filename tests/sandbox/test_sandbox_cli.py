@@ -155,11 +155,12 @@ def test_doctor_prints_what_is_promised_and_what_is_not(command, monkeypatch):
 def test_mistakes_are_told(home, monkeypatch, capsys, args, code, words):
     monkeypatch.setenv("PERILUNE_SANDBOX_HOME", str(home))
     monkeypatch.setattr(sys, "stdin", None)  # Closed, as a shell does it with <&-.
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         assert main(["sandbox", *args]) == code
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     said = capsys.readouterr()
     assert words in said.err.encode() and said.out == ""
 
@@ -187,14 +188,15 @@ def test_an_image_folder_and_a_tree(command, tmp_path):
     assert (tree / "data").read_text() == "tree\n" and (image / "etc/motd").read_text() == "image\n"
 
 
-def test_a_stopped_run_leaves_nothing(command, home):
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_stopped_run_leaves_nothing(command, home, ending, code):
     process = subprocess.Popen(
         [sys.executable, "-m", "perilune", "sandbox", "run", "--", "sh", "-c", "echo up; sleep 1000"],
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env={**os.environ, "PERILUNE_SANDBOX_HOME": str(home)},
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    process.send_signal(ending)
+    assert process.wait(60) == code
     assert told(command("ps", "--json"))["sandboxes"] == []
 
 
