@@ -197,7 +197,7 @@ def test_a_client_that_does_not_read_is_let_go():
 
     async def go() -> None:
         engine = FakeEngine(pieces=["x" * 2**20] * 64)
-        with serve_in_thread(engine, limits=Limits(write_seconds=0.3)) as server:
+        with serve_in_thread(engine, limits=Limits(client_seconds=0.3)) as server:
             host, port = server.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
             body = json.dumps(HELLO | {"stream": True}).encode()
@@ -210,5 +210,31 @@ def test_a_client_that_does_not_read_is_let_go():
                 while server.context.exchanges:
                     await asyncio.sleep(0.01)
             writer.close()
+
+    asyncio.run(go())
+
+
+def test_a_client_that_does_not_go_on_with_its_request_is_told_and_let_go():
+    """So is one that announces more than is taken: at once, before it sends any of it."""
+
+    async def answer(server, length: int, sent: bytes) -> bytes:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        writer.write(sent)
+        async with asyncio.timeout(60):
+            said = await reader.read()  # to the end of the connection
+        writer.close()
+        return said
+
+    async def go() -> None:
+        with serve_in_thread(FakeEngine(), limits=Limits(client_seconds=0.2)) as server:
+            late = await answer(server, 100, b'{"prompt": ')
+            assert late.startswith(b"HTTP/1.1 408") and b'"code":"timeout"' in late
+        with serve_in_thread(FakeEngine(), limits=Limits(body_bytes=1000)) as server:
+            large = await answer(server, 1001, b"")
+            assert large.startswith(b"HTTP/1.1 413") and b'"code":"body_too_large"' in large
 
     asyncio.run(go())

@@ -119,15 +119,29 @@ class Context:
         return decode(await self.body(request), kind)
 
     async def body(self, request: Request) -> bytes:
-        """The request body; refused when it grows over the limit, whatever its headers say."""
-        chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > self.limits.body_bytes:
-                message = f"the body is larger than the allowed {self.limits.body_bytes} bytes"
-                raise APIError(413, message, code="body_too_large", headers={"Connection": "close"})
-            chunks.append(chunk)
+        """The request body; refused when it is announced as, or grows, larger than the limit, or does not come on."""
+        chunks, size, limits = [], 0, self.limits
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limits.body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(limits.client_seconds) as patience:
+                async for chunk in request.stream():
+                    patience.reschedule(asyncio.get_running_loop().time() + limits.client_seconds)
+                    size += len(chunk)
+                    if size > limits.body_bytes:
+                        raise self._too_large()
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise APIError(
+                408, f"nothing more of the body has come for {limits.client_seconds:g} s", code="timeout",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
         return b"".join(chunks)
+
+    def _too_large(self) -> APIError:
+        message = f"the body is larger than the allowed {self.limits.body_bytes} bytes"
+        return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
 
     async def prepare(self, work: Callable[[], T]) -> T:
         """Do something that takes time beside the event loop, one at a time."""

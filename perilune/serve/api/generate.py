@@ -116,7 +116,7 @@ class Generate:
         if asked.stream:
             limits = self._context.limits
             events = self._events(exchange, asked, head, shape, rows, prepare)
-            return EventStream(events, exchange.close, limits.write_seconds)
+            return EventStream(events, exchange.close, limits.client_seconds)
         try:
             answers = await unless_disconnected(collect(exchange, rows), request.receive)
         finally:

@@ -20,7 +20,8 @@ class Limits:
         waiting: requests that may wait or run at once.
         heartbeat_seconds: silence after which a stream sends a comment, so that proxies keep it open.
         request_seconds: time for a whole answer; None = no end.
-        write_seconds: time that a client may take to read what was sent, before it counts as gone.
+        client_seconds: time that a client may take to go on with its request, or to read what was sent, before it counts as
+            gone.
 
     Raises:
         ConfigError: a limit that nothing could keep.
@@ -34,11 +35,11 @@ class Limits:
     waiting: int = 256
     heartbeat_seconds: float = 10.0
     request_seconds: float | None = None
-    write_seconds: float = 60.0
+    client_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("body_bytes", "choices", "prompts", "default_max_tokens", "waiting", "heartbeat_seconds",
-                     "write_seconds", "output_tokens", "request_seconds"):  # fmt: skip
+                     "client_seconds", "output_tokens", "request_seconds"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"the limit {name}={value} must be more than 0")

@@ -46,7 +46,7 @@ class Responses:
         )
         head = self._head(asked, params)
         if asked.stream:
-            return EventStream(self._events(exchange, head), exchange.close, context.limits.write_seconds)
+            return EventStream(self._events(exchange, head), exchange.close, context.limits.client_seconds)
         try:
             answers = await unless_disconnected(collect(exchange, 1), request.receive)
         finally:
