@@ -45,6 +45,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.started = self.first = self.last = 0.0
+        self._fault: Exception | None = None
 
     @property
     def wants_prompt_scores(self) -> bool:
@@ -56,11 +57,27 @@ class Answer:
         return rows_between(self.images, start, end) if self.images else None
 
     def mask(self) -> Mask | None:
-        """Which tokens its grammar allows next; None = all of them, or it has ended and nobody asks."""
-        return None if self.constraint is None or self.finish_reason is not None else self.constraint.mask()
+        """Which tokens its grammar allows next; None = all of them, or it has ended and nobody asks.
+
+        A grammar that cannot say so, for it allows nothing or costs too much, is a fault of this answer alone: what is drawn
+        beside it is drawn all the same, and `take` raises.
+        """
+        if self.constraint is None or self.finish_reason is not None:
+            return None
+        try:
+            return self.constraint.mask()
+        except Exception as error:
+            self._fault = error
+            return None
 
     def take(self, drawn: Drawn) -> Delta | None:
-        """Add a drawn token; returns what became certain with it, if anything, or the answer's end."""
+        """Add a drawn token; returns what became certain with it, if anything, or the answer's end.
+
+        Raises:
+            RequestError: its grammar does not go on.
+        """
+        if self._fault is not None:
+            raise self._fault
         token_id = drawn.token_id
         self.token_ids.append(token_id)
         if self.constraint is not None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from tiny_model import scripted_engine, talkative_engine, uncached
+from tiny_model import scripted_engine, talkative_engine, tiny_engine, uncached
 
+from perilune.errors import RequestError
 from perilune.serve.engine import JobEnd
 from perilune.serve.local_engine import LocalEngine
-from perilune.serve.request import ChatOptions, FieldError, SamplingParams
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Structured
 from perilune.serve.sampling import Sampler, allowed_only
 from perilune.tokenizer import ByteTokenizer
 from perilune.tokenizer.xtml import encode_segments, open_tag, render
@@ -252,3 +255,26 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
     with pytest.raises(FieldError, match=r"pip install perilune\[grammar\]"):
         engine.chat(HELLO, LONG, 1, CALL)
     engine.chat(HELLO, LONG, 1, ChatOptions(tools=[TOOL]))
+
+
+@pytest.mark.parametrize("form", [Structured("grammar", "start: start"), Structured("regex", ".*" * 200)])
+def test_a_grammar_that_does_not_go_on_ends_its_own_request_alone(form):
+    """Both are drawn in the same step; a grammar that allows nothing, or costs too much, is no fault of the other."""
+    engine = tiny_engine()
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    expected = [token for delta in engine.complete(["def f("], params) for token in delta.token_ids]
+    engine.admin.pause()
+    jobs = [engine.complete(["def f("], one) for one in (params, replace(params, structured=form), params)]
+    heard: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in jobs]
+    for job, listener in zip(jobs, heard):
+        job.start(listener.put)
+    engine.admin.resume()
+    ends = []
+    for listener in heard:
+        while not isinstance(event := listener.get(timeout=60), JobEnd):
+            pass
+        ends.append(event.error)
+    assert ends[0] is None and ends[2] is None and isinstance(ends[1], RequestError)
+    assert [jobs[row].answers[0].token_ids for row in (0, 2)] == [expected, expected]
+    assert engine.metrics().failed_steps_total == 0 and engine.admin.check_invariants() == []
+    engine.close()
