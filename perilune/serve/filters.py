@@ -57,8 +57,12 @@ def _cutoff(logits_NZ: Tensor, index: Tensor, values_I1: Tensor) -> Tensor:
 
 
 def pick(weights_NZ: Tensor, numbers_N: NDArray) -> Tensor:
-    """The token at each number of [0, 1) in its row's cumulative distribution, in id order: int64 [N]."""
+    """The token at each number of [0, 1) in its row's cumulative distribution, in id order: int64 [N].
+
+    A row without a distribution, for its weights are not finite, gives some token: the next step may embed it before
+    anybody has looked, and on a GPU an id that is none would end the engine.
+    """
     mass_NZ = weights_NZ.cumsum(-1, dtype=torch.float64)
     goal_N1 = to_device(numbers_N, mass_NZ.device)[:, None] * mass_NZ[:, -1:]
     # right=True: the first token whose cumulative mass exceeds the goal, hence never one of mass zero
-    return torch.searchsorted(mass_NZ, goal_N1, right=True)[:, 0]
+    return torch.searchsorted(mass_NZ, goal_N1, right=True)[:, 0].clamp_(max=mass_NZ.shape[-1] - 1)

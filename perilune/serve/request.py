@@ -76,7 +76,7 @@ class SamplingParams:
         ignore_eos: tokens that end a document or a message are never drawn.
         logit_bias: (token id, number that is added to its logit).
         repetition_penalty: logits of tokens that the prompt or the answer has are divided by it (multiplied where
-            negative); 1 = none.
+            negative), 0.01 to 100; 1 = none.
         frequency_penalty: subtracted from a token's logit once for each time that the answer has it.
         presence_penalty: subtracted from a token's logit if the answer has it.
         temperature: logits are divided by it; 0 = always the most likely token (lowest id among equals).
@@ -120,7 +120,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, 2**31)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _integer("max_tokens", self.max_tokens, 1, 2**31)

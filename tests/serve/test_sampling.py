@@ -177,6 +177,7 @@ def test_logits_that_are_not_finite_are_an_error(value, temperature):
         ("logit_bias", ((1, 101.0),)),
         ("logit_bias", ((1, math.nan),)),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),  # logits divided by it are not finite
         ("frequency_penalty", 2.5),
         ("presence_penalty", math.nan),
     ],
@@ -324,3 +325,12 @@ def test_a_bias_outside_the_vocabulary_is_the_clients_mistake():
     params.check_vocabulary(61)
     with pytest.raises(FieldError, match="0..59"):
         params.check_vocabulary(60)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_without_a_distribution_gives_an_id_that_exists(value):
+    """The next step embeds it before `Draw.read` has told the fault."""
+    weights_NZ = torch.ones(3, 16)
+    weights_NZ[1, 5] = value
+    picked_N = pick(weights_NZ, np.array([0.5, 0.999, 0.5]))
+    assert picked_N[0] == picked_N[2] == 8 and 0 <= picked_N[1] < 16
