@@ -199,6 +199,10 @@ def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) 
     """Parameters for each prompt; those of one request for all, whose seed is then that of each."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ConfigError(
+            f"params is {repr(params)[:80]}; give SamplingParams for all prompts, or a list of them, one for each"
+        )
     if len(params) != count:
         raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
     return params

@@ -238,6 +238,8 @@ class LocalEngine:
         """See `Engine.complete`."""
         weights = self.admin.weights_number
         rows = [self._prompt_ids(prompt) for prompt in prompts]
+        if not rows:
+            raise FieldError("there is no prompt; give at least one", "prompt")
         params = self._fit(max(rows, key=len), params, "prompt")
         mask = structured.text_mask(self.tokenizer, params.structured) if params.structured is not None else None
         reader = functools.partial(TextReader, self.tokenizer, params.stop, include_stop=params.include_stop)
@@ -271,6 +273,8 @@ class LocalEngine:
         images: Sequence[PlacedImage] = (),
     ) -> LocalJob:
         """A job with `n` answers to each prompt. The first of them computes the prompt, the others follow it."""
+        if not isinstance(n, int) or n < 1:
+            raise FieldError(f"n={n!r} must be a whole number of at least 1", "n")
         service = service or Service()
         sequences, leaders = [], []
         for index, ids in enumerate(prompts):

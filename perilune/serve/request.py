@@ -41,7 +41,9 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
         raise FieldError(f"{name}={value!r} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]", name)
 
 
-def _count(name: str, values: Sequence[object], what: str, most: int) -> None:
+def _count(name: str, values: object, what: str, most: int) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise FieldError(f"{name}={values!r:.80} must be a tuple of {what}", name)
     if len(values) > most:
         raise FieldError(f"{name} has {len(values)} {what}; at most {most} are allowed", name)
 
@@ -85,7 +87,7 @@ class SamplingParams:
         min_p: keep tokens at least this likely relative to the most likely one.
         seed: of the request's own random numbers; None = fresh ones.
         max_tokens: the answer ends after this many tokens.
-        stop: the answer ends before the first of these strings.
+        stop: the answer ends before the first of these strings; a single one may be given as it is.
         include_stop: the string that ended the answer is part of it.
         stop_ids: the answer ends at the first of these tokens, besides those that end a document or a message.
         logprobs: log-probabilities of the drawn tokens and of this many alternatives each; None = none at all. They are
@@ -130,6 +132,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if isinstance(self.stop, str):  # it would be read as a string for each of its characters
+            object.__setattr__(self, "stop", (self.stop,))
         _count("stop", self.stop, "strings", MAX_STOPS)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
@@ -138,7 +142,10 @@ class SamplingParams:
         for token_id in self.stop_ids:
             _integer("stop_ids", token_id, 0, 2**31)
         _count("logit_bias", self.logit_bias, "entries", MAX_BIASES)
-        for token_id, bias in self.logit_bias:
+        for pair in self.logit_bias:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise FieldError(f"logit_bias has {pair!r:.80}; its entries are (token id, number)", "logit_bias")
+            token_id, bias = pair
             _integer("logit_bias", token_id, 0, 2**31)
             _number("logit_bias", bias, -100.0, 100.0)
 
@@ -163,16 +170,26 @@ class Service:
     """How a request is treated, apart from what its answer says.
 
     Attributes:
-        priority: a lower one is served earlier, and gives way later.
+        priority: a lower one is served earlier, and gives way later; -1000 to 1000.
         session_id: requests of one conversation; the engine may keep its cache longer.
         cache_salt: only requests with the same salt share cached prefixes.
         request_id: the name that logs and admin endpoints use.
+
+    Raises:
+        FieldError: a value out of range or of the wrong type.
     """
 
     priority: int = 0
     session_id: str | None = None
     cache_salt: str = ""
     request_id: str = ""
+
+    def __post_init__(self) -> None:
+        _integer("priority", self.priority, -1000, 1000)
+        for name in ("session_id", "cache_salt", "request_id"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "session_id"):
+                raise FieldError(f"{name}={value!r:.80} must be a text", name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

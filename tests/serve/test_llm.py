@@ -11,7 +11,7 @@ from perilune.errors import ConfigError, RequestError
 from perilune.serve.engine import JobEnd
 from perilune.serve.job import LocalJob
 from perilune.serve.llm import LLM
-from perilune.serve.request import ChatOptions, FieldError, SamplingParams
+from perilune.serve.request import ChatOptions, FieldError, SamplingParams, Service
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -94,6 +94,38 @@ def test_prompts_of_other_kinds(llm):
     for wrong in ("hello", ["hello"], [HELLO, "hello"], [[3]]):
         with pytest.raises(FieldError, match="list of messages"):
             llm.chat(wrong, GREEDY)
+
+
+def test_what_no_request_can_say_is_refused(llm):
+    """Rather than waited for, or met by the engine's thread, which would end for everybody."""
+    for n in (0, -1, 2.5, None):
+        for ask in (lambda n: llm.generate("a", GREEDY, n), lambda n: llm.chat(HELLO, GREEDY, n)):
+            with pytest.raises(FieldError, match="at least 1"):
+                ask(n)
+    with pytest.raises(FieldError, match="no prompt"):
+        llm.engine.complete([], GREEDY)
+    for params in ({"max_tokens": 3}, [None], ["x"], 5):
+        with pytest.raises(ConfigError, match="give SamplingParams"):
+            llm.generate(["a"], params)
+    for wrong in (
+        {"priority": "high"},
+        {"priority": 10**30},
+        {"session_id": 3},
+        {"cache_salt": None},
+        {"request_id": b""},
+    ):
+        with pytest.raises(FieldError, match=next(iter(wrong))):
+            Service(**wrong)
+    for wrong in ({"stop": 5}, {"stop_ids": 5}, {"stop_ids": "a"}, {"logit_bias": {65: 3.0}}, {"logit_bias": (65,)}):
+        with pytest.raises(FieldError, match=next(iter(wrong))):
+            SamplingParams(**wrong)
+
+
+def test_a_single_stop_string_is_no_list_of_characters(llm):
+    text = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=40))[0].text
+    assert SamplingParams(stop=text[7:9]) == SamplingParams(stop=(text[7:9],))
+    (result,) = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=40, stop=text[7:9]))
+    assert result.text == text[: text.index(text[7:9])]
 
 
 def test_a_failure_is_heard_though_others_end_well_behind_it(monkeypatch, llm):

@@ -112,10 +112,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         for name, value in (("cache_salt", salt), ("session_id", session or "")):
             if len(value) > _SALT_CHARS:
                 raise FieldError(f"{name} has {len(value)} characters; at most {_SALT_CHARS} are allowed", name)
-        priority = self.priority or 0
-        if not -1000 <= priority <= 1000:
-            raise FieldError(f"priority={priority} must be a whole number in -1000..1000", "priority")
-        return Service(priority=priority, session_id=session, cache_salt=salt, request_id=request_id)
+        return Service(priority=self.priority or 0, session_id=session, cache_salt=salt, request_id=request_id)
 
 
 class CompletionRequest(Sampling, kw_only=True):
