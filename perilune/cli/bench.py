@@ -146,9 +146,8 @@ def run(args: list[str]) -> int:
     suite = args[0] if args and not args[0].startswith("-") else ""
     if suite not in SUITES and "--help" not in args and "-h" not in args:
         raise ConfigError(f"bench needs one of {', '.join(SUITES)}; given: {suite or 'nothing'}")
-    flags = parse_flags(
-        BenchFlags, args[1:] if suite else args, BenchFlags(), prog="perilune bench", description=__doc__ or ""
-    )
+    prog = f"perilune bench {suite if suite in SUITES else '{' + ','.join(SUITES) + '}'}"
+    flags = parse_flags(BenchFlags, args[1:] if suite else args, BenchFlags(), prog=prog, description=__doc__ or "")
     _check(flags)
     import torch
 

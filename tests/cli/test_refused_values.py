@@ -107,6 +107,12 @@ def test_a_device_as_the_output_stays_a_device(tmp_path):
         os.close(reader)
 
 
+def test_the_help_of_bench_names_what_can_be_measured(capsys):
+    assert main(["bench", "--help"]) == 0
+    usage = capsys.readouterr().out.split("options", 1)[0]
+    assert "{kernels,train,formats,cache,engine,serve}" in usage
+
+
 def test_inspect_finds_a_run_by_its_name(capsys):
     from perilune.config.parse import to_toml
     from perilune.config.presets import training
