@@ -184,7 +184,7 @@ class Case:
 
 @pytest.mark.soak
 def test_calls_drawn_at_random(count: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(count(full=400, reduced=6)):
+    for seed in range(count(full=400, reduced=4)):
         case = Case.drawn(seed)
         monkeypatch.setattr(forward, "fastest", lambda *_, case=case: (case.target, case.width))
         truth, first = case.truth(), case.emulated(backwards=False, form=False)
