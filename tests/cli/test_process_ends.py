@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120
 
 
-def start(code: str, *args: str, **options) -> subprocess.Popen[bytes]:
+def start(code: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
     """A process that runs `code` with the command line's arguments `args`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
     command = [sys.executable, "-c", code, *args]
