@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from perilune.errors import CheckpointError, ConfigError
-from perilune.serve.cache import RootKey, TokenChain
+from perilune.serve.cache import TokenChain
 from perilune.serve.cache.block_pool import BOUND, FREE, HELD, STATE, TOKENS, BlockPool
 from perilune.serve.cache.lease import Pin
 from perilune.serve.core import EngineCore
 from perilune.serve.engine import CacheEvent, EngineMetrics
+from perilune.serve.images import ShownImages
+from perilune.serve.prefix_names import PrefixNames
 from perilune.serve.warm_up import FirstUses
 
 _KINDS = {FREE: "free", TOKENS: "tokens", STATE: "state"}
@@ -27,19 +29,16 @@ class Administration:
 
     Args:
         core: of the engine.
-        root_key: what a prompt's prefixes depend on besides tokens, for a salt.
-        weights_changed: is told on the engine's thread, before the new weights get their number.
+        prefixes: names of what is cached.
+        images: of the same model, if it takes any.
 
     Attributes:
         weights_version: name of the weights, as `update_weights` was told.
-        weights_number: how often the weights were changed.
     """
 
-    def __init__(
-        self, core: EngineCore, root_key: Callable[[str], RootKey], weights_changed: Callable[[], None]
-    ) -> None:
-        self._core, self._root_key, self._weights_changed = core, root_key, weights_changed
-        self.weights_version, self.weights_number = "0", 0
+    def __init__(self, core: EngineCore, prefixes: PrefixNames, images: ShownImages | None) -> None:
+        self._core, self._prefixes, self._images = core, prefixes, images
+        self.weights_version = "0"
         self._pins: dict[str, tuple[Pin, float]] = {}
         self._names = itertools.count()
 
@@ -102,8 +101,9 @@ class Administration:
 
     def _renew(self, version: str) -> None:
         """Let nothing that the old weights computed be used: running sequences start again, under new names of prefixes."""
-        self._weights_changed()
-        self.weights_number += 1
+        self._prefixes.weights_changed()
+        if self._images is not None:
+            self._images.forget()
         self.weights_version = version
         core = self._core
         for sequence in list(core.scheduler.running.values()):
@@ -112,7 +112,7 @@ class Administration:
             self._drop(name)
         core.cache.reset()
         for job in core.jobs.values():
-            job.rename()
+            self._prefixes.rename(job)
 
     def pin(self, ids: Sequence[int], seconds: float, salt: str = "") -> dict[str, Any]:
         """Keep the longest cached part of a prompt for so many seconds; returns its name and length."""
@@ -157,7 +157,7 @@ class Administration:
         return self._core.call(look)
 
     def _chain(self, ids: Sequence[int], salt: str) -> TokenChain:
-        return TokenChain(self._root_key(salt), self._core.cache.geometry.unit, ids)
+        return TokenChain(self._prefixes.root_key(salt), self._core.cache.geometry.unit, ids)
 
     def check_invariants(self) -> list[str]:
         """What is wrong with the cache's bookkeeping; empty = nothing."""

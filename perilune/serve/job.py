@@ -128,12 +128,8 @@ class LocalJob:
 
     def begun(self) -> None:
         """The engine takes it in; its weights may have changed since it was made."""
-        if self.weights != self._engine.admin.weights_number:
-            self._engine.rename(self)
-
-    def rename(self) -> None:
-        """The weights have changed."""
-        self._engine.rename(self)
+        if self.weights != self._engine.prefixes.weights_number:
+            self._engine.prefixes.rename(self)
 
     def push(self, delta: Delta) -> None:
         """Tell the listener."""

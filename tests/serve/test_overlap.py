@@ -140,7 +140,7 @@ def test_what_a_dropped_row_computes_is_no_hit(monkeypatch):
     assert answer[1] == script and answer[2] == "stop"
     (sequence,) = {row.sequence for row in ran}
     assert max(row.chunk.end for row in ran) == len(sequence.ids) == 12, "one row behind the end was run"
-    longer = TokenChain(engine.root_key(), 4, [*sequence.ids, 0])
+    longer = TokenChain(engine.prefixes.root_key(), 4, [*sequence.ids, 0])
     assert engine.core.cache.match(longer).known == 8
     assert engine.metrics().generated_tokens_total == len(script)
 
