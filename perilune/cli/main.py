@@ -66,6 +66,7 @@ def _standard_streams() -> None:
 
     A closed one is opened on nothing, or the next file that is opened, such as a checkpoint, would take its number and
     everything printed would go into it. A terminal or pipe of few letters (ASCII, Latin-1) shows the others escaped.
+    Bytes on stdin that are no text come in as surrogates, which whoever reads them refuses by place.
     """
     for number, mode in enumerate(("r", "w", "w")):
         name = ("stdin", "stdout", "stderr")[number]
@@ -78,6 +79,8 @@ def _standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors == "strict":
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _stop(_number: int, _frame: Any) -> None:

@@ -166,3 +166,15 @@ def test_a_run_goes_on_when_nobody_reads_its_progress(monkeypatch):
     line._say("first")
     line._say("second")
     assert tries == ["first"], "after the first failure nothing is said any more"
+
+
+def test_bytes_that_are_no_text_are_refused_by_place():
+    """Where the locale is strict about them; before, reading them was what failed."""
+    code = (
+        "import sys; from perilune.cli import main as entry; from perilune.tokenizer import ByteTokenizer\n"
+        "entry._run = lambda args: ByteTokenizer().encode(sys.stdin.read())\n"
+        "entry.main()"
+    )
+    process = start(code, stdin=subprocess.PIPE, env={"PYTHONIOENCODING": "utf-8:strict"})
+    _, err = process.communicate(b"def \xff", timeout=LIMIT)
+    assert "at character 4" in err.decode()

@@ -275,6 +275,7 @@ def test_a_grammar_that_does_not_go_on_ends_its_own_request_alone(form):
             pass
         ends.append(event.error)
     assert ends[0] is None and ends[2] is None and isinstance(ends[1], RequestError)
+    assert "simplify it" in str(ends[1])
     assert [jobs[row].answers[0].token_ids for row in (0, 2)] == [expected, expected]
     assert engine.metrics().failed_steps_total == 0 and engine.admin.check_invariants() == []
     engine.close()

@@ -90,8 +90,12 @@ class _Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0][:300]
+            if reason.startswith("NoExtension"):  # the library's name for it
+                reason = "no token may come next"
             raise RequestError(
-                f"the answer cannot be constrained any further: {self._matcher.get_error().partition(chr(10))[0][:300]}"
+                f"the answer cannot be constrained any further: {reason}; the schema, regex or grammar allows no answer "
+                "that goes on from here, or costs too much to follow: simplify it"
             )
 
 
