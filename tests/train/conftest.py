@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +37,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="session")
-def _quick(cache: Path):
-    """Prepared corpora of the tests stay out of the user's cache, and the matrix-product peak is not measured."""
+@contextmanager
+def _quick(cache: Path) -> Iterator[None]:
+    """Prepared corpora of the tests stay out of the user's cache, and the matrix-product peak is not measured.
+
+    Not for a whole session: tests of other folders that run in the same worker would get it, too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("perilune.train.run_data.cache_directory", lambda: cache)
         patch.setattr("perilune.train.trainer.measure_matmul_peak", lambda *a, **k: 1e9)
@@ -64,19 +69,21 @@ def config(corpus: Path) -> TrainConfig:
 
 
 @pytest.fixture
-def start(tmp_path: Path, _quick: None):
+def start(tmp_path: Path, cache: Path):
     """`start(name, config, resume=…, callbacks=…)`: a trainer on the run folder `name`."""
 
     def make(name: str, config: TrainConfig | None, **options) -> Trainer:
         return Trainer.from_config(config, RunDir(tmp_path / name), **options)
 
-    return make
+    with _quick(cache):
+        yield make
 
 
 @pytest.fixture(scope="session")
-def _undisturbed(tmp_path_factory: pytest.TempPathFactory, config: TrainConfig, _quick: None) -> Path:
+def _undisturbed(tmp_path_factory: pytest.TempPathFactory, config: TrainConfig, cache: Path) -> Path:
     run = RunDir(tmp_path_factory.mktemp("runs") / "undisturbed")
-    Trainer.from_config(config, run).fit()
+    with _quick(cache):
+        Trainer.from_config(config, run).fit()
     return run.path
 
 

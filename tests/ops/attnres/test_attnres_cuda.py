@@ -26,7 +26,7 @@ def emulator(poisoned_memory):
 
 def close(got: Tensor, truth: Tensor, limit: float) -> None:
     assert got.isfinite().all()
-    error = float((got.double() - truth).norm() / truth.norm())
+    error = float(((got.double() - truth).norm() / truth.norm()).detach())
     assert error < limit, error
 
 
