@@ -36,10 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # in the background of a shell; programs under test inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The background of a shell ignores the one, nohup the other; programs under test would inherit it.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     settings.load_profile("soak" if config.getoption("--soak") else "suite")
 
 

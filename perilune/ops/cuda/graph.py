@@ -10,6 +10,15 @@ import torch
 Result = TypeVar("Result")
 
 
+def warm_up(run: Callable[[], object], device: torch.device) -> None:
+    """Execute `run` beside the current stream, in order with it: what compiles or allocates once does so before a recording."""
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
+
+
 def record_graph(run: Callable[[], Result], pool: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Record what `run` launches, without executing it.
 

@@ -11,7 +11,8 @@ dy and mixing weight p it recomputes h and uses
 
 Implementations: "triton" takes CUDA tensors, one grouped product a launch, with the plan made on the device (folder
 `triton`); "native" walks the experts in one C call on torch's own BLAS, with each expert's temporaries in cache;
-"torch" is a loop over experts in any dtype on any device. A few tokens without gradient go to `decode`.
+"torch" is a loop over experts in any dtype on any device. A few tokens without gradient take the kernels of `decode` on a
+CPU, also where many would take "torch" because bf16 is multiplied in hardware: reading the weights is what takes time there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from perilune.errors import ConfigError
 from perilune.ops.choice import Choice, forced
 from perilune.ops.moe import native
 from perilune.ops.moe.decode import MAX_TOKENS, experts_decode
+from perilune.ops.moe.decode import select as select_few
 from perilune.ops.moe.plan import DispatchPlan, dispatch_plan
 from perilune.ops.native.blas import multiplies_bf16, why_no_blas
 from perilune.ops.situ_glu import GLUS, glu
@@ -36,7 +38,7 @@ def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
     if (choice := choose_triton(z_NL)) is not None:
         return _triton_or_torch(choice, z_NL, w1_EFL)
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
-    if reason is None and z_NL.dtype == torch.bfloat16 and multiplies_bf16():
+    if reason is None and wanted != "native" and z_NL.dtype == torch.bfloat16 and multiplies_bf16():
         reason = "this CPU multiplies bf16 in hardware, the C path would widen to fp32"
     reason = reason or why_no_blas()
     return Choice("torch", reason) if reason else Choice("native", "fp32 products on CPU, one call for all experts")
@@ -95,7 +97,7 @@ def routed_experts(
 
         return RoutedExperts.apply(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (z_NL, weight_NA, w1_EFL, w3_EFL, w2_ELF))
-    if choice == "native" and not tracked and z_NL.shape[0] <= MAX_TOKENS:
+    if not tracked and z_NL.shape[0] <= MAX_TOKENS and select_few(z_NL, w1_EFL).implementation == "native":
         return experts_decode(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
     plan = dispatch_plan(index_NA, experts)
     function = _NativeExperts if choice == "native" else _TorchExperts

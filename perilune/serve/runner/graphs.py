@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perilune.model import Transformer
 from perilune.model.paged import PagedRecurrent, PagedRows, PagedState
-from perilune.ops.cuda.graph import record_graph
+from perilune.ops.cuda.graph import record_graph, warm_up
 from perilune.ops.first_use import tell
 from perilune.ops.kda.decode_pages import select as select_kda
 from perilune.ops.mla.kernel_choice import PAGE
@@ -134,11 +134,7 @@ class DecodeGraphs:
         state_GB = self.inputs.numbers_FB(batch)[STATE:]
         kept_GB = state_GB.clone()
         state_GB.fill_(-1)  # such rows advance no state
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._pass(still)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        warm_up(lambda: self._pass(still), device)
         graph, logits_BZ = record_graph(lambda: self._pass(still), self._memory, device)
         state_GB.copy_(kept_GB)
         return _Recording(graph, still, logits_BZ, rows.table_BP)

@@ -18,7 +18,7 @@ from torch import Tensor
 from perilune.errors import PeriluneError
 from perilune.model import Transformer
 from perilune.model.paged import PagedState
-from perilune.ops.cuda.graph import record_graph
+from perilune.ops.cuda.graph import record_graph, warm_up
 from perilune.ops.first_use import tell
 from perilune.ops.kda.gpu.padded_plan import Room as Tables
 from perilune.ops.kda.gpu.plan import CHUNK
@@ -146,11 +146,7 @@ class PrefillGraphs:
         inputs = PrefillInputs(room, geometry.page_tokens, geometry.groups, spare, device, tables)
         nothing = Chunk("", 0, 0, 1, (spare.tokens,), (spare.states,) * geometry.groups, (), ())
         inputs.fill([nothing], [[0]])
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._pass(inputs)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        warm_up(lambda: self._pass(inputs), device)
         graph, logits_NZ = record_graph(lambda: self._pass(inputs), self._memory, device)
         return _Recording(graph, inputs, logits_NZ)
 

@@ -1,4 +1,4 @@
-"""What a recording that breaks off leaves behind. torch's CUDA is played here; `tests/gpu/test_train_step_gpu.py` has the real one."""
+"""What goes before a recording, and what one that breaks off leaves behind. torch's CUDA is played here; `tests/gpu/test_train_step_gpu.py` has the real one."""
 
 import contextlib
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perilune.ops.cuda.graph import record_graph
+from perilune.ops.cuda.graph import record_graph, warm_up
 
 
 @pytest.fixture
@@ -46,3 +46,23 @@ def test_a_recording_that_breaks_off_leaves_stream_and_generator_as_they_were(de
     with pytest.raises(RuntimeError, match="capturing"):
         record_graph(lambda: None, "pool", torch.device("cuda"))
     assert (device.stream, device.state) == ("main", "drawing")
+
+
+def test_what_goes_before_a_recording_runs_beside_the_current_stream_and_in_order_with_it(monkeypatch):
+    events = []
+
+    def stream(name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: events.append(f"{name} waits for {other.name}"))
+
+    @contextlib.contextmanager
+    def entered(side):
+        events.append(f"on {side.name}")
+        yield
+        events.append("back")
+
+    main = stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream("side"))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    warm_up(lambda: events.append("run"), torch.device("cuda"))
+    assert events == ["side waits for main", "on side", "run", "back", "main waits for side"]

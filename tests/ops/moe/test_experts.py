@@ -177,7 +177,9 @@ def test_plan_is_a_stable_sort(tokens, num_experts, data):
 @pytest.mark.skipif(not HAVE_NATIVE, reason="no native kernels here")
 @pytest.mark.parametrize("options", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(1, 256, 128, 32, 4), (8, 33, 7, 5, 2), (3, 70, 45, 9, 8)])
-def test_decode_kernels_equal_the_oracle(shape, options):
+@pytest.mark.parametrize("bf16_hardware", [False, True])
+def test_decode_kernels_equal_the_oracle(monkeypatch, shape, options, bf16_hardware):
+    monkeypatch.setattr(experts, "multiplies_bf16", lambda: bf16_hardware)
     args = operands(*shape)
     expected = dense_oracle(*args, *options)
     logits, bias = torch.randn(shape[0], shape[3]), torch.randn(shape[3]) * 0.1
