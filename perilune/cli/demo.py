@@ -179,13 +179,13 @@ def run(args: list[str]) -> int:
 
     from perilune.eval.baselines import baselines
     from perilune.serve.api.server import serve_in_thread
-    from perilune.serve.local_engine import LocalEngine
+    from perilune.serve.run_engine import load_engine
 
     stage("2/6 the same held-out bytes under gzip, xz and a trigram", "baselines",
           lambda: asdict(baselines(trainer.data.prepared)))  # fmt: skip
     stage("3/6 a short run without balancing, to compare", "routing_without_balancing",
           lambda: _without_balancing(config, run_dir))  # fmt: skip
-    engine = LocalEngine(trainer.model, trainer.data.tokenizer, name=run_dir.name)
+    engine = load_engine(run_dir.path, device=trainer.device.type)  # what was saved, as `generate` and `serve` load it
     stage("4/6 generate", "generate", lambda: _generate(engine))
     say("5/6 a chat of two turns over HTTP")
     with contextlib.closing(engine), serve_in_thread(engine) as handle:
