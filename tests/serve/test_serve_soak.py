@@ -161,13 +161,16 @@ class Soak:
         old = self.server
         if ending == "kill busy":
             old.process.kill()
-        elif ending == "term busy":
-            old.process.send_signal(signal.SIGTERM)
-            while old.process.poll() is None:  # who comes now is told so
+        else:
+            if ending == "term busy":
+                old.process.send_signal(signal.SIGTERM)
+            else:
+                old.fail("engine")
+            until = time.monotonic() + PATIENCE
+            while old.process.poll() is None:  # who comes now is told so, or has the engine plan the step that fails
+                assert time.monotonic() < until, old.last_words()
                 self.seen[outcome(ask(old.url, "/v1/completions", self.corpus.body(0)))] += 1
                 time.sleep(0.01)
-        else:
-            old.fail("engine")
         code = old.end()
         assert code == {"kill busy": -signal.SIGKILL, "term busy": 0, "engine busy": 1}[ending], old.last_words()
         self._bury(old, ending)
