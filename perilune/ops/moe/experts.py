@@ -31,17 +31,23 @@ from perilune.ops.situ_glu import GLUS, glu
 from perilune.ops.triton.available import choose as choose_triton
 
 
-def select(z_NL: Tensor, w1_EFL: Tensor) -> Choice:
-    """Return which implementation `routed_experts` takes for these operands, and why."""
+def select(z_NL: Tensor, w1_EFL: Tensor, *, tracked: bool = True) -> Choice:
+    """Return which implementation `routed_experts` takes for these operands, and why; tracked = gradients are wanted."""
     if (wanted := forced()) in ("torch", "reference"):
         return Choice("torch", f"asked for {wanted}")
     if (choice := choose_triton(z_NL)) is not None:
         return _triton_or_torch(choice, z_NL, w1_EFL)
+    if _few(z_NL, tracked) and (choice := select_few(z_NL, w1_EFL)).implementation == "native":
+        return choice
     reason = native.why_not(z_NL, w1_EFL, dtypes=(torch.float32, torch.bfloat16))
     if reason is None and wanted != "native" and z_NL.dtype == torch.bfloat16 and multiplies_bf16():
         reason = "this CPU multiplies bf16 in hardware, the C path would widen to fp32"
     reason = reason or why_no_blas()
     return Choice("torch", reason) if reason else Choice("native", "fp32 products on CPU, one call for all experts")
+
+
+def _few(z_NL: Tensor, tracked: bool) -> bool:
+    return not tracked and z_NL.shape[0] <= MAX_TOKENS
 
 
 def _triton_or_torch(choice: Choice, z_NL: Tensor, w1_EFL: Tensor) -> Choice:
@@ -91,13 +97,13 @@ def routed_experts(
         f"tokens {tuple(z_NL.shape)}, w1 {tuple(w1_EFL.shape)}, w3 {tuple(w3_EFL.shape)}, w2 {tuple(w2_ELF.shape)}"
     )
     caps = (float(beta), linear_beta) if activation == "situ" else None
-    choice = select(z_NL, w1_EFL).implementation
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (z_NL, weight_NA, w1_EFL, w3_EFL, w2_ELF))
+    choice = select(z_NL, w1_EFL, tracked=tracked).implementation
     if choice == "triton":
         from perilune.ops.moe.triton.experts import RoutedExperts
 
         return RoutedExperts.apply(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
-    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (z_NL, weight_NA, w1_EFL, w3_EFL, w2_ELF))
-    if not tracked and z_NL.shape[0] <= MAX_TOKENS and select_few(z_NL, w1_EFL).implementation == "native":
+    if choice == "native" and _few(z_NL, tracked):
         return experts_decode(z_NL, index_NA, weight_NA, w1_EFL, w3_EFL, w2_ELF, caps)
     plan = dispatch_plan(index_NA, experts)
     function = _NativeExperts if choice == "native" else _TorchExperts

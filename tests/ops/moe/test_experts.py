@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import ConfigError
 from perilune.ops.choice import force
-from perilune.ops.moe import dispatch_plan, experts, mlp_decode, moe_decode, native, route, routed_experts
+from perilune.ops.moe import decode, dispatch_plan, experts, mlp_decode, moe_decode, native, route, routed_experts
 from perilune.ops.native.blas import why_no_blas
 
 HAVE_NATIVE = not (native.why_not(torch.zeros(1), dtypes=(torch.float32,)) or why_no_blas())
@@ -225,13 +225,20 @@ def test_a_gated_mlp_is_an_expert_that_every_token_visits(tokens, width, hidden,
         assert mlp_decode(z.float(), w1[0].float(), w3[0].float(), w2[0].float()) is None
 
 
-def test_select_says_why():
+def test_select_says_why(monkeypatch):
     fine, double = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)
     weights = torch.zeros(3, 4, 4)
     assert experts.select(double, weights.double()).implementation == "torch"
     assert "float64" in experts.select(double, weights.double()).reason
     with force("torch"):
         assert "asked" in experts.select(fine, weights).reason
+    if HAVE_NATIVE:
+        monkeypatch.setattr(experts, "multiplies_bf16", lambda: True)
+        few, many = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(9, 4, dtype=torch.bfloat16)
+        halves = weights.bfloat16()
+        assert experts.select(few, halves, tracked=False) == decode.select(few, halves)
+        for tokens, tracked in ((few, True), (many, False)):
+            assert "hardware" in experts.select(tokens, halves, tracked=tracked).reason
     with pytest.raises(ConfigError, match="relu"):
         routed_experts(fine, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), weights, weights, weights, "relu")
 
