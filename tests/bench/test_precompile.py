@@ -64,7 +64,7 @@ def test_candidates_are_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [{"warmup": 4, "rep": 16, "quantiles": (0.5,)}]
 
 
-def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(precompile, "PROCESSES", 2)
     monkeypatch.setattr(precompile, "_try_briefly", lambda: None)
     problems = precompile.precompile("nonsense:1", seconds=60)
@@ -72,6 +72,10 @@ def test_processes_report_problems_once_and_end_with_the_budget(monkeypatch: pyt
     started = time.monotonic()
     assert precompile.precompile("nonsense:1", seconds=1) == [] and time.monotonic() - started < 1
     monkeypatch.setattr(precompile, "START_SECONDS", 0)
+    endless = tmp_path / "python"
+    endless.write_text("#!/bin/sh\nexec sleep 600\n")
+    endless.chmod(0o700)
+    monkeypatch.setattr(precompile.sys, "executable", str(endless))
     assert precompile.precompile("nonsense:1", seconds=0.05) == [] and time.monotonic() - started < 60
 
 
