@@ -30,6 +30,7 @@ import torch
 from perilune import __version__
 from perilune.bench.precompile import precompile
 from perilune.errors import ConfigError
+from perilune.ops.native.blas import multiplies_bf16
 
 PEERS = ("transformers", "fla", "torchao")
 SAMPLES = 9
@@ -201,14 +202,15 @@ def work_done(case: Work, device: str) -> dict[str, float]:
 
 @lru_cache
 def device_name(device: str) -> str:
-    """The device in words, with the thread count for a CPU."""
+    """The device in words, for a CPU with its instructions and the thread count: a virtual machine's name alone tells no two apart."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model}, {torch.get_num_threads()} threads"
+    instructions = torch.backends.cpu.get_cpu_capability() + (" with bf16" if multiplies_bf16() else "")
+    return f"{model}, {instructions}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
