@@ -8,6 +8,7 @@ almost nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,19 +71,42 @@ KINDS: dict[str, Callable[[int], Inputs]] = {
 }  # fmt: skip
 
 
-def outcome(op: Callable[..., Any], inputs: Inputs) -> Inputs:
+@dataclass(frozen=True)
+class Gate:
+    """A way from logits to decays.
+
+    Attributes:
+        title: as a row's shape names it.
+        settings: of `chunk_kda` and of the peer.
+        peer: the peer's name with these settings.
+        task: of `bench.precompile`.
+    """
+
+    title: str
+    settings: dict[str, Any]
+    peer: str
+    task: str
+
+
+GATES = {
+    "": Gate("bounded gate", gpu_kda.SETTINGS, "fla-core chunk_kda, safe gate", "kda"),
+    "softplus_": Gate("softplus gate", gpu_kda.SOFTPLUS, "fla-core chunk_kda", "kda_softplus"),
+}
+
+
+def outcome(op: Callable[..., Any], inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
     """o, the final state, and every gradient under fixed cotangents, by name."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    o, state = op(**leaves, output_final_state=True, **gpu_kda.SETTINGS)
+    o, state = op(**leaves, output_final_state=True, **settings)
     generator = torch.Generator(device="cuda").manual_seed(7)
     cotangents = [torch.randn(x.shape, device="cuda", generator=generator).bfloat16().to(x.dtype) for x in (o, state)]
     gradients = torch.autograd.grad([o, state], list(leaves.values()), cotangents)
     return {"o": o.detach(), "state": state.detach()} | {f"d_{n}": x for n, x in zip(leaves, gradients, strict=True)}
 
 
-def truth(inputs: Inputs) -> Inputs:
+def truth(inputs: Inputs, settings: dict[str, Any]) -> Inputs:
     """`outcome` of the token loop in float64."""
-    return outcome(recurrent_kda_reference, {name: x.double() for name, x in inputs.items()})
+    return outcome(recurrent_kda_reference, {name: x.double() for name, x in inputs.items()}, settings)
 
 
 def errors(got: Inputs, right: Inputs, inputs: Inputs) -> dict[str, float]:
@@ -92,14 +116,14 @@ def errors(got: Inputs, right: Inputs, inputs: Inputs) -> dict[str, float]:
     return {name: float((got[name].double() - right[name]).norm() / beside[name].norm()) for name in right}
 
 
-def compared(kind: str, *ops: Callable[..., Any]) -> list[dict[str, float]]:
+def compared(kind: str, settings: dict[str, Any], *ops: Callable[..., Any]) -> list[dict[str, float]]:
     """For each of `ops` its errors on inputs of this kind, the root mean square over `DRAWS` draws."""
     squares: list[dict[str, float]] = [{} for _ in ops]
     for seed in range(DRAWS):
         inputs = KINDS[kind](10 * seed)
-        right = truth(inputs)
+        right = truth(inputs, settings)
         for op, sums in zip(ops, squares, strict=True):
-            for name, error in errors(outcome(op, inputs), right, inputs).items():
+            for name, error in errors(outcome(op, inputs, settings), right, inputs).items():
                 sums[name] = sums.get(name, 0.0) + error**2 / DRAWS
     return [{name: total**0.5 for name, total in sums.items()} for sums in squares]
 
@@ -110,35 +134,39 @@ class AccuracyCase(Case):
 
     Attributes:
         kind: of inputs, in `KINDS`.
+        settings: of the gate.
     """
 
     kind: str
+    settings: dict[str, Any]
 
     def measure(self, device: str, samples: int) -> Row:
         """As `Case.measure`."""
         row, other = super().measure(device, samples), gpu_kda.peer()
-        found = compared(self.kind, gpu_kda.ours, *([] if other is None else [other]))
+        found = compared(self.kind, self.settings, gpu_kda.ours, *([] if other is None else [other]))
         named = zip(("error", "peer_error"), found)
         return replace(row, extra=row.extra | {f"{p}_{n}": error for p, each in named for n, error in each.items()})
 
 
 def cases() -> Iterator[AccuracyCase]:
-    """A row for each kind of inputs."""
+    """A row for each gate and kind of inputs."""
     other = gpu_kda.peer()
-    for kind in KINDS:
+    for (mark, gate), kind in itertools.product(GATES.items(), KINDS):
 
-        def make(kind: str = kind) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+        def make(kind: str = kind, gate: Gate = gate) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
             inputs = KINDS[kind](0)
-            return partial(outcome, gpu_kda.ours, inputs), None if other is None else partial(outcome, other, inputs)
+            run = partial(outcome, inputs=inputs, settings=gate.settings)
+            return partial(run, gpu_kda.ours), None if other is None else partial(run, other)
 
         yield AccuracyCase(
-            name=f"kda_accuracy_{kind}",
-            shape=f"B {BATCH}, T {LENGTH}, H {HEADS}, d {DIM}, bounded gate, forward and backward",
+            name=f"kda_accuracy_{mark}{kind}",
+            shape=f"B {BATCH}, T {LENGTH}, H {HEADS}, d {DIM}, {gate.title}, forward and backward",
             make=make,
-            peer="" if other is None else "fla-core chunk_kda, safe gate",
+            peer="" if other is None else gate.peer,
             flops=BATCH * LENGTH * HEADS * sum(gpu_kda.FLOPS.values()),
             bytes=BATCH * LENGTH * HEADS * sum(gpu_kda.BYTES.values()),
             dtype=torch.bfloat16,
-            precompile=() if other is None else (f"kda:{HEADS}",),
+            precompile=() if other is None else (f"{gate.task}:{HEADS}",),
             kind=kind,
+            settings=gate.settings,
         )

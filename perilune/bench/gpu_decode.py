@@ -37,8 +37,9 @@ class StatesCase(GraphCase):
         """As `GraphCase.measure`, with `equal_copy_ms` in the row's `extra`."""
         row = super().measure(device, samples)
         torch.cuda.empty_cache()
-        # Tensors of their own: behind an odd number of bytes in one, a copy took 1.6 times as long.
-        pairs = [[torch.empty(int(self.bytes) // 8, device=device) for _ in "ab"] for _ in range(sets(self.bytes))]
+        # Whole pages: of a number of bytes that 512 does not divide, a copy took 1.6 times as long.
+        size = -(-int(self.bytes) // 2 // 4096) * 4096
+        pairs = [[torch.empty(size, device=device, dtype=torch.uint8) for _ in "ab"] for _ in range(sets(self.bytes))]
         copies = [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
         return replace(row, extra=row.extra | {"equal_copy_ms": statistics.median(graph_times(copies))})
 

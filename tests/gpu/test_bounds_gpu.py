@@ -104,6 +104,11 @@ def chunk_kda_softplus():
 
 
 @case
+def chunk_kda_softplus_wide():
+    return kda(131, 1, 1, 128, 128, options=IN_KERNEL, cuts=(66,))
+
+
+@case
 def chunk_kda_states_inside():
     x = kda_inputs(200, 2, 2, 128, 128, 1, mark="")
     return x, lambda x: chunk_kda_states(*(x[n] for n in ("q", "k", "v", "g", "beta")), [64, 128], **BOUNDED, **{
@@ -141,17 +146,16 @@ def kda_decode_triton():
     return decode_case("triton")
 
 
-@case
-def kda_verify():
-    batch, heads, size, wide = 3, 3, 128, torch.float32
-    channels, shapes = 3 * heads * size, ((4, "new"), (3, "pending"))
+def verify_case(scored: int, pending_tokens: int, counts: list[int]) -> tuple[Inputs, Function]:
+    batch, heads, size, wide = len(counts), 3, 128, torch.float32
+    channels, shapes = 3 * heads * size, ((scored, "new"), (pending_tokens, "pending"))
     x = {f"{name} {part}": normal(batch, tokens, *rest) for tokens, name in shapes
          for part, rest in (("a", (channels,)), ("b", (heads, size)), ("c", (heads,)))}  # fmt: skip
     x |= {
-        "gate": normal(batch, 4, heads, size), "conv_weight": normal(channels, 4, dtype=wide),
+        "gate": normal(batch, scored, heads, size), "conv_weight": normal(channels, 4, dtype=wide),
         "window": normal(batch, channels, 3), "A_log": normal(heads, dtype=wide, scale=0.3),
         "dt_bias": normal(heads * size, dtype=wide), "norm_weight": normal(size, dtype=wide),
-        "state": normal(batch, heads, size, size, dtype=wide), "counts": torch.tensor([0, 2, 3], device="cuda"),
+        "state": normal(batch, heads, size, size, dtype=wide), "counts": torch.tensor(counts, device="cuda"),
     }  # fmt: skip
 
     def step(x: Inputs) -> list[Tensor]:
@@ -163,6 +167,16 @@ def kda_verify():
         return [o, x["state"], x["window"]]
 
     return x, step
+
+
+@case
+def kda_verify():
+    return verify_case(4, 3, [0, 2, 3])
+
+
+@case
+def kda_verify_whole_windows():
+    return verify_case(9, 9, [0, 5, 9])
 
 
 def attend_case(key: int, value: int, form: str) -> tuple[Inputs, Function]:

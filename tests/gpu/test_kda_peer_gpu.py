@@ -26,12 +26,13 @@ def _first_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:1])
 
 
-def test_no_less_accurate_than_fla_core() -> None:
-    """One test, since the peer takes a minute to compile."""
+@pytest.mark.parametrize("gate", gpu_accuracy.GATES.values(), ids=lambda gate: gate.title)
+def test_no_less_accurate_than_fla_core(gate: gpu_accuracy.Gate) -> None:
+    """All kinds in one test, since the peer takes half a minute to compile."""
     peer, failed = gpu_kda.peer(), []
     assert peer is not None
     for kind in gpu_accuracy.KINDS:
-        ours, theirs = gpu_accuracy.compared(kind, gpu_kda.ours, peer)
+        ours, theirs = gpu_accuracy.compared(kind, gate.settings, gpu_kda.ours, peer)
         found = " ".join(f"{n} {e:.1e} of {theirs[n]:.1e} ({e / theirs[n]:.2f})" for n, e in ours.items())
         print(f"{kind}: {found}", flush=True)
         failed += [f"{kind} {n}: {found}" for n, e in ours.items() if not e <= LARGER.get(n, ALLOWED) * theirs[n]]
