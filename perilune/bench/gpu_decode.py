@@ -37,7 +37,7 @@ class StatesCase(GraphCase):
         """As `GraphCase.measure`, with `equal_copy_ms` in the row's `extra`."""
         row = super().measure(device, samples)
         torch.cuda.empty_cache()
-        # Whole pages: of a number of bytes that 512 does not divide, a copy took 1.6 times as long.
+        # Whole pages: of a number of bytes that 4096 does not divide, a copy took 1.3 to 1.5 times as long.
         size = -(-int(self.bytes) // 2 // 4096) * 4096
         pairs = [[torch.empty(size, device=device, dtype=torch.uint8) for _ in "ab"] for _ in range(sets(self.bytes))]
         copies = [lambda a=a, b=b: b.copy_(a) for a, b in pairs]

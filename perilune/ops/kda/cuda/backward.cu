@@ -190,8 +190,8 @@ KERNEL(THREADS, 1) backward(
         // Where k writes.
         float d_key[4][4] = {};
         through_state(d_key, m.u, m.ds, here(m));
-        tail(m, d_key, d_G, own, shift);
-        writes(m, d_key, d_G, own, shift);
+        tail(m, d_key, d_G, own, shift, count - 1);
+        writes(m, d_key, d_G, own, shift, count - 1);
 #if !BOUNDED
         writes_inside(m, d_key, d_G, own, scale);
 #endif

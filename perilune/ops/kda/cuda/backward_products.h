@@ -143,7 +143,10 @@ DEVICE void reads(
 
 // Of d_k where k writes, which holds what later chunks read of it: the sum of its products with k over the block's rows.
 // d_G: gets these products less those with the operand for later blocks.
-DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift) {
+//
+// No decay comes after the last row, of which dS has the whole product: in a gate that is nearly closed it would be added and taken
+// away again where all other terms are lost in its rounding. Without a bound it is left out of both (`last`, here and in `writes`).
+DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift, int last) {
     const Place p = here(m);
     float sum[4][2] = {};
 #pragma unroll
@@ -163,7 +166,7 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], cons
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int i = 2 * h + e;
-                const float later = d_key[j][i] * (e ? f.y : f.x);
+                const float later = !BOUNDED && p.row + h == last ? 0.0f : d_key[j][i] * (e ? f.y : f.x);
                 const float to = BOUNDED ? own.k_at(j, i) * of_k * reciprocal(own.up[j][i]) * (step * (e ? whole.y : whole.x))
                                          : own.k_at(j, i) * of_k * to_end(own, j, i, p.lane);
                 sum[j][e] = fmaf(later, to, sum[j][e]);
@@ -177,7 +180,7 @@ DEVICE void tail(Shared& m, const float (&d_key)[4][4], float (&d_G)[4][4], cons
 
 // The pairs of rows in this chunk, from the last block of rows to their own. d_G: gets by how much k as an operand of later
 // blocks, times what they read of it, is more than k as an operand of its own block times the same.
-DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift) {
+DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], const Own& own, float shift, int last) {
     const Place p = here(m);
     const int at = transposed_at(0, p.block, p.lane), right = right_at(0, p.w, p.lane);
     u32 a[4];
@@ -200,7 +203,7 @@ DEVICE void writes(Shared& m, float (&d_key)[4][4], float (&d_G)[4][4], const Ow
             for (int e = 0; e < 2; e++) {
                 const int i = 2 * h + e;
                 if (!BOUNDED) {
-                    d_G[j][i] = fmaf(-d_key[j][i], half_of(far, e), d_G[j][i]);
+                    if (p.row + h != last) d_G[j][i] = fmaf(-d_key[j][i], half_of(far, e), d_G[j][i]);
                     d_key[j][i] *= to_end(own, j, i, p.lane);
                     continue;
                 }

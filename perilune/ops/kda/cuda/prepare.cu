@@ -45,6 +45,7 @@ prepare(
     float* const norms = (float*)(memory + NORMS);
     float* const diagonal = (float*)(memory + DIAGONAL);
     int* const shifts = (int*)(memory + SHIFTS);
+    float* const units = (float*)(memory + UNITS);
     float* const ends = (float*)(memory + ENDS);
     float* const factors = (float*)(memory + FACTORS);
     float* const sums = (float*)(memory + SUMS);
@@ -113,6 +114,11 @@ prepare(
                 norms[CHUNK + row + 8 * h] = k_norm;
                 diagonal[row + 8 * h] = on_diagonal(of_q[h], 1, i) * (scale * q_norm) * k_norm;
             }
+#if !BOUNDED
+        sync_warp();
+        if (flags & L2_NORM) lengths(units, memory + ROWS, norms, first, i, t);
+        else if (lane < 16) units[first + lane] = 1.0f;  // keys as they are were bfloat16 before
+#endif
     }
     sync_threads();
     if (thread < K) gamma[(i64)program * K + thread] = exp2_fast(ends[thread] + ends[K + thread]);
@@ -228,18 +234,20 @@ prepare(
     } else {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float row_beta = beta_of[row + 8 * h];
+            const float strength = beta_of[row + 8 * h] * units[row + 8 * h];
             float* const out = square + (row + 8 * h) * L_STRIDE;
+            const auto put = [&](int column, float first, float second) {
+                const float2 unit = *(const float2*)(units + column);
+                *(float2*)(out + column) = make_float2(strength * unit.x * first, strength * unit.y * second);
+            };
             const int n = h ? 2 : 0;
-            *(float2*)(out + 16 * block + 2 * t) = make_float2(row_beta * mine[n], row_beta * mine[n + 1]);
-            if (h) *(float2*)(out + 16 * block + 8 + 2 * t) = make_float2(row_beta * mine[4], row_beta * mine[5]);
+            put(16 * block + 2 * t, mine[n], mine[n + 1]);
+            if (h) put(16 * block + 8 + 2 * t, mine[4], mine[5]);
 #pragma unroll
             for (int other = 0; other < 3; other++)
                 if (other < block)
-                    *(float4*)(out + 16 * other + 4 * t) = make_float4(
-                        row_beta * before[other][0][2 * h], row_beta * before[other][0][2 * h + 1], row_beta * before[other][1][2 * h],
-                        row_beta * before[other][1][2 * h + 1]
-                    );
+#pragma unroll
+                    for (int b = 0; b < 2; b++) put(16 * other + 4 * t + 2 * b, before[other][b][2 * h], before[other][b][2 * h + 1]);
         }
     }
 #endif

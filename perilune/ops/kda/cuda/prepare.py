@@ -49,8 +49,8 @@ def kernel(key_dim: int, float_gate: bool, full: bool, bounded: bool) -> Kernel:
 def _shared_bytes(key_dim: int, bounded: bool) -> int:
     """As laid out in prepare_layout.h, and prepare_unbounded.h."""
     sums = max(4 * 64 * (key_dim + 4), 16_384 + 2 * 64 * 72)
-    keys, parts = 96 * (2 * key_dim + 64), 4 * 6 * THREADS
-    return 1152 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80) + (0 if bounded else keys + parts)
+    units, keys, parts = 4 * 64, 96 * (2 * key_dim + 64), 4 * 6 * THREADS
+    return 1152 + 16 * key_dim + sums + max(4 * 64 * key_dim, 4 * 64 * 80) + (0 if bounded else units + keys + parts)
 
 
 def select(device: torch.device | str, *dtypes: torch.dtype) -> Choice:

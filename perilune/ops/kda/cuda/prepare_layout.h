@@ -10,7 +10,8 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int BETA = 0, NORMS = 256;               // of the rows; 1 / |q| times the scale, 1 / |k|
 constexpr int SHIFTS = 768;                        // bits that a tile's rows are shifted
 constexpr int DIAGONAL = 896;                      // of P
-constexpr int ENDS = 1152, FACTORS = ENDS + 8 * K;  // a tile's sum, and the other tile's decay
+constexpr int UNITS = 1152;                        // without a bound: what L's rows and columns are multiplied by
+constexpr int ENDS = UNITS + (BOUNDED ? 0 : 256), FACTORS = ENDS + 8 * K;  // a tile's sum, and the other tile's decay
 constexpr int SUMS = FACTORS + 8 * K;              // g, then running sums, then keys; in the end blocks of the inverse
 constexpr int STAGED = SUMS + 16384;               // and A
 constexpr int SUMS_BYTES = larger(4 * CHUNK * SUM_STRIDE, 16384 + 2 * CHUNK * A_STRIDE);

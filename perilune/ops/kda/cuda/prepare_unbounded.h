@@ -12,6 +12,33 @@ constexpr int KEY_STRIDE = 2 * K + 64;  // bytes of a key, against bank conflict
 constexpr int KEYS = ROWS + larger(4 * CHUNK * K, 4 * CHUNK * L_STRIDE);
 constexpr int PARTS = KEYS + 96 * KEY_STRIDE, PARTS_OF_WARP = 6;
 
+// For a warp's 16 rows: the length of a key over that of its rounded form. Where nothing is forgotten L has the product of these forms; of
+// two equal keys it must be a square of the length itself, or equal keys that overwrite each other leave what A's bfloat16 makes of
+// the difference, the same in every row. `first`: the warp's first row.
+DEVICE void lengths(float* units, const u8* rows, const float* norms, int first, int i, int t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = first + i + 8 * h;
+        const float norm = norms[CHUNK + row];
+        float exact = 0.0f, formed = 0.0f;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) {
+            const uint4 k = *(const uint4*)(rows + ROWS_OF_K + place(row, 4 * j + t));
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                const float low = low_half(word(k, p)) * norm, high = high_half(word(k, p)) * norm;
+                const u32 form = pack(low, high);
+                exact = fmaf(low, low, fmaf(high, high, exact));
+                formed = fmaf(low_half(form), low_half(form), fmaf(high_half(form), high_half(form), formed));
+            }
+        }
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) exact += shuffle_xor(exact, mask), formed += shuffle_xor(formed, mask);
+        const float product = exact * formed;
+        if (t == 0) units[row] = product > 0.0f ? exact * rsqrt_fast(product) : 1.0f;
+    }
+}
+
 // Where a key lies for the rows of `block`, which read 16 block of them.
 DEVICE u8* key_for(u8* memory, int block, int key) { return memory + KEYS + (8 * block * (block - 1) + key) * KEY_STRIDE; }
 
