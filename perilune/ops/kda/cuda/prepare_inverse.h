@@ -1,11 +1,7 @@
 // Step 4 of prepare.cu: (I + L)^-1 of a unit lower triangle in blocks of 16, by four warps.
 #pragma once
 #include "prepare_layout.h"
-
-// The upper 11 bits of a float (`mask`: TF32_BITS), as a tf32; what is left has 13 more, of which a product takes 11.
-constexpr u32 TF32_BITS = 0xffffe000u;
-DEVICE u32 high_part(float x, u32 mask) { return bits(x) & mask; }
-DEVICE u32 low_part(float x, u32 high) { return bits(x - from_bits(high)); }
+#include "tf32_parts.h"
 
 // A left operand, 16x16, in these two parts.
 struct Split {

@@ -39,9 +39,9 @@ def kernel(
         "LONG": index == torch.int64,
         "LONG_COUNTS": counts == torch.int64,
     }
-    places, threads = MOST_FOLDED + MOST_SCORED, 2 * value_dim
-    floats = value_dim * key_dim + key_dim * (2 * places + MOST_SCORED + MOST_FOLDED + 1) + value_dim * places
-    floats += 32 * places + places + threads // 32 * MOST_SCORED
+    places, listed, threads = MOST_FOLDED + MOST_SCORED, MOST_FOLDED + 2 * MOST_SCORED, 2 * value_dim
+    floats = value_dim * key_dim + listed * (key_dim + 16) + places * (value_dim + 4 + key_dim)
+    floats += (MOST_FOLDED + 1) * key_dim + 32 * (places + 1 + key_dim // 64) + 18 * 24 + 20 + 8 * MOST_SCORED
     return Kernel(
         Path(__file__).parent / "verify.cu",
         "verify",

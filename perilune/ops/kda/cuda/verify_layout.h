@@ -4,11 +4,16 @@
 #pragma once
 #include "decode_gates.h"
 #include "decode_sums.h"
+#include "tf32_parts.h"
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 2 * V, WARPS = THREADS / 32;
 constexpr int FOLDED = 9, SCORED = 9, PLACES = FOLDED + SCORED;
-constexpr int LISTED = (PLACES + SCORED + 3) / 4 * 4;  // at most 32, a number a lane
-constexpr int CHANNELS = 2 * K + V, PER_LANE = K / 32, PIECES = K / 16;  // PIECES of four numbers of a row: of a thread
+constexpr int LISTED = PLACES + SCORED;  // k of every place, then q of those that are scored
+constexpr int CHANNELS = 2 * K + V, PER_LANE = K / 32, PIECES = K / 16;  // PIECES of a row's 16 numbers
+constexpr int SEEN = TAPS - 1;            // tokens that a convolution sees behind its own
+
+// Strides in shared memory, so that what a warp reads together lies in different banks.
+constexpr int ROW = K + 16, VALUES = V + 4, ANSWERS = 24;
 
 #if LONG
 typedef i64 slot_type;
@@ -22,22 +27,17 @@ typedef int count_type;
 #endif
 
 struct Shared {
-    float state[V * K];          // piece f of row r at f ^ 4 (r / 2 % 2)
-    float k[PLACES][K], q[SCORED][K], alpha[PLACES][K], v[PLACES][V];
-    float folded[FOLDED][K];     // w(s, FOLDED - 1)
-    float left[K];               // D of place FOLDED - 1
-    float common[PLACES][32];    // of which LISTED count: of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
-    float beta[PLACES];
-    float squares[WARPS][SCORED];
-};
-
-constexpr int PAIRS = CHANNELS / 2 + K / 2;  // of channels, then of decays
-
-// What a thread needs of two channels: their raw projections, or decays, of all places, and for the convolution.
-struct Inputs {
-    bool decays;
-    int c, channel;  // of q | k | v of the head, or of its decays; of qkv or of all decays
-    u32 x[PLACES];
-    float bias[2], taps[2][TAPS];
-    bf16 seen[2][TAPS - 1];
+    float state[V * K];           // piece f (four numbers) of row r at f ^ 4 (r / 2 % 2)
+    float rows[LISTED][ROW];      // before D comes in: not normalized
+    float v[PLACES][VALUES];
+    float alpha[PLACES][K];
+    float folded[8 * K];          // w(s, 8) of places 1 .. 8, see `folded_at`
+    float first[K];               // w(0, 8)
+    float left[K];                // D of place 8
+    float common[PLACES][32];     // of which LISTED count: of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
+    float unit[32];               // by which the rows are to be multiplied
+    float squares[K / 64][32];    // of the rows, summed over 64 channels
+    float answers[18][ANSWERS];   // see `answer`
+    float beta[20];
+    float of_outputs[SCORED][8];  // squares of outputs, by warp
 };

@@ -1,0 +1,168 @@
+// The state's part in verify.cu, by tensor cores: what it says to all tokens, and the folding of some into it.
+//
+// A warp has 16 rows of the state. In a product of 16 rows, row i stands for row 2 i of the warp, and i + 8 for 2 i + 1; of 16
+// columns a lane has the four that follow column 4 t (i, t: lane / 4, lane % 4), which are counted so that what one product
+// leaves in a lane is what the next one wants there. `mask`: see `high_part`.
+#pragma once
+#include "verify_layout.h"
+
+// Operands of one product in two parts.
+struct Left {
+    u32 high[4], low[4];
+};
+DEVICE void split(Left& a, float row, float below, float next, float next_below, u32 mask) {
+    const float x[4] = {row, below, next, next_below};
+#pragma unroll
+    for (int e = 0; e < 4; e++) a.high[e] = high_part(x[e], mask), a.low[e] = low_part(x[e], a.high[e]);
+}
+// Of a product's result: columns 2 t and 2 t + 1 are counted as t and t + 4.
+DEVICE void split(Left& a, const float (&x)[4], u32 mask) { split(a, x[0], x[2], x[1], x[3], mask); }
+
+struct Right {
+    u32 high[2], low[2];
+};
+DEVICE void split(Right& b, float x, float y, u32 mask) {
+    b.high[0] = high_part(x, mask), b.low[0] = low_part(x, b.high[0]);
+    b.high[1] = high_part(y, mask), b.low[1] = low_part(y, b.high[1]);
+}
+
+DEVICE void add_small(float (&d)[4], const Left& a, const Right& b) {
+    multiply_add_tf32(d, a.high, b.low[0], b.low[1]);
+    multiply_add_tf32(d, a.low, b.high[0], b.high[1]);
+}
+DEVICE void add_large(float (&d)[4], const Left& a, const Right& b) { multiply_add_tf32(d, a.high, b.high[0], b.high[1]); }
+DEVICE void add_product(float (&d)[4], const Left& a, const Right& b) {
+    add_small(d, a, b);
+    add_large(d, a, b);
+}
+
+// Where a lane's four numbers of row 2 i and of columns 16 piece .. begin in the state; those of row 2 i + 1: K further on.
+DEVICE int state_at(int piece, int warp, int lane) {
+    const int i = lane >> 2, t = lane & 3;
+    return (16 * warp + 2 * i) * K + 16 * (piece ^ (i & 1)) + 4 * t;
+}
+
+// S_0 times rows (which have their D) 1 .. 17 | q of the scored | 0, in blocks of 8 columns. The products of 16 columns are
+// added to the others as floats are, since the tensor cores cut off what does not fit.
+DEVICE void meet(float (&z)[4][4], const Shared& shared, bool folded, int warp, int lane, u32 mask) {
+    const int i = lane >> 2, t = lane & 3;
+    const float* const row = shared.rows[1 + i] + 4 * t;
+    const float* const last = shared.rows[i < 2 ? 25 + i : 0] + 4 * t;
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) z[n][e] = 0.0f;
+#pragma unroll 2
+    for (int piece = 0; piece < PIECES; piece++) {
+        const float* const from = shared.state + state_at(piece, warp, lane);
+        const float4 x = *(const float4*)from, y = *(const float4*)(from + K);
+        Left a[2];
+        split(a[0], x.x, y.x, x.y, y.y, mask);
+        split(a[1], x.z, y.z, x.w, y.w, mask);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (n == 0 && !folded) continue;
+            const float4 four = *(const float4*)((n < 3 ? row + 8 * n * ROW : last) + 16 * piece);
+            Right b[2];
+            split(b[0], four.x, four.y, mask);
+            split(b[1], four.z, four.w, mask);
+            float d[4] = {};
+            add_small(d, a[0], b[0]);
+            add_small(d, a[1], b[1]);
+            add_large(d, a[0], b[0]);
+            add_large(d, a[1], b[1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) z[n][e] += d[e];
+        }
+    }
+}
+
+// What places write, and outputs: o of a lane's rows 2 i and 2 i + 1, of the scored tokens `token_of`.
+struct Answers {
+    float u[4], first[2];  // of places 1 .. 8 as a product's result; of place 0
+    float o[3][2];
+};
+DEVICE int token_of(int n, int t) { return n == 2 ? t ? SCORED : 8 : n == 1 ? 2 * t : t ? 2 * t - 1 : 7; }
+
+DEVICE void follow(Answers& y, const float (&z)[4][4], const Shared& shared, int empty, int warp, int lane, u32 mask) {
+    const int i = lane >> 2, t = lane & 3;
+    const float* const v = shared.v[0] + 16 * warp + 2 * i;
+    const float* const row = shared.answers[i] + 2 * t;
+    const float* const last = shared.answers[i ? 17 : 16] + 2 * t;
+    auto minus = [&](const float (&z)[4], int p, float (&x)[4]) {
+        const float2 one = *(const float2*)(v + p * VALUES), next = *(const float2*)(v + (p + 1) * VALUES);
+        x[0] = one.x - z[0], x[1] = next.x - z[1], x[2] = one.y - z[2], x[3] = next.y - z[3];
+    };
+    auto add = [&](float (&d)[4], const Left& a, const float* b) {
+        const float2 two = *(const float2*)b;
+        Right right;
+        split(right, two.x, two.y, mask);
+        add_product(d, a, right);
+    };
+    Left a;
+    float x[4], o[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) y.u[e] = 0.0f, o[0][e] = z[2][e], o[1][e] = z[3][e];
+    if (empty < FOLDED) {
+        minus(z[0], 1 + 2 * t, x);
+        split(a, x, mask);
+        add(y.u, a, row);
+        add(o[0], a, row + 8 * ANSWERS);
+        add(o[1], a, last);
+    }
+    minus(z[1], 9 + 2 * t, x);
+    split(a, x, mask);
+    add(o[0], a, row + 8 * (ANSWERS + 1));
+    add(o[1], a, last + 8);
+    y.first[0] = y.first[1] = 0.0f;
+    if (empty == 0)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float x = v[h] - shuffle(z[3][2 * h], 4 * i + 1);
+            y.first[h] = shared.beta[0] * x;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                y.u[2 * h + e] = fmaf(x, shared.answers[2 * t + e][16], y.u[2 * h + e]);
+                o[0][2 * h + e] = fmaf(x, shared.answers[8 + 2 * t + e][16], o[0][2 * h + e]);
+                o[1][2 * h + e] = fmaf(x, shared.answers[16 + e][16], o[1][2 * h + e]);
+            }
+        }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {  // place 17, whose x is where the last output is: at t = 0
+        o[1][2 * h + 1] = fmaf(v[17 * VALUES + h] - z[2][2 * h], shared.answers[17][17], o[1][2 * h + 1]);
+        y.o[0][h] = t ? o[0][2 * h] : o[1][2 * h];
+        y.o[1][h] = o[0][2 * h + 1];
+        y.o[2][h] = o[1][2 * h + 1];
+    }
+}
+
+// The state behind the folded places: S_0 D_8 + u w(s, 8)^T.
+DEVICE void fold_into(float* state, const Answers& y, const Shared& shared, int empty, int warp, int lane, u32 mask) {
+    const int i = lane >> 2, t = lane & 3;
+    Left a;
+    split(a, y.u, mask);
+    state += (16 * warp + 2 * i) * K + 4 * t;
+#pragma unroll 2
+    for (int piece = 0; piece < PIECES; piece++) {
+        const float4 w = *(const float4*)(shared.folded + 4 * ((8 * piece + (i ^ (piece & 1))) * 4 + (t ^ (i >> 1))));
+        float d[2][4] = {};
+        Right b;
+        split(b, w.x, w.z, mask);
+        add_product(d[0], a, b);
+        split(b, w.y, w.w, mask);
+        add_product(d[1], a, b);
+        const float4 left = *(const float4*)(shared.left + 16 * piece + 4 * t);
+        const float* const from = shared.state + state_at(piece, warp, lane);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 old = *(const float4*)(from + h * K);
+            float4 x = make_float4(fmaf(old.x, left.x, d[0][2 * h]), fmaf(old.y, left.y, d[0][2 * h + 1]),
+                                   fmaf(old.z, left.z, d[1][2 * h]), fmaf(old.w, left.w, d[1][2 * h + 1]));
+            if (empty == 0) {
+                const float4 w = *(const float4*)(shared.first + 16 * piece + 4 * t);
+                x = make_float4(fmaf(y.first[h], w.x, x.x), fmaf(y.first[h], w.y, x.y), fmaf(y.first[h], w.z, x.z), fmaf(y.first[h], w.w, x.w));
+            }
+            *(float4*)(state + h * K + 16 * piece) = x;
+        }
+    }
+}
