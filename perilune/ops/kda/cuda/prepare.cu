@@ -254,8 +254,7 @@ prepare(
     if (!of_keys) return;
     sync_warp();
 
-    // Step 4, four warps. The mask of `high_part` is a number that the compiler does not know, or it would see that a product
-    // does not read what is masked, take the float itself, and move it into place anew for every product.
+    // Step 4, four warps.
     invert_block(square + 16 * (warp >> 1) * (L_STRIDE + 1), lane);
     barrier_sync(2, THREADS / 2);
     store_columns(memory, A + (i64)program * (CHUNK * CHUNK), warp >> 1, lane, flags & WHOLE, TF32_BITS + ((u32)flags >> 30));

@@ -7,4 +7,6 @@
 // itself, and move it into place anew for every product.
 constexpr u32 TF32_BITS = 0xffffe000u;
 DEVICE u32 high_part(float x, u32 mask) { return bits(x) & mask; }
+// The same, to the nearest.
+DEVICE u32 nearest_part(float x, u32 mask) { return (bits(x) + 0x1000u) & mask; }
 DEVICE u32 low_part(float x, u32 high) { return bits(x - from_bits(high)); }

@@ -6,25 +6,29 @@
 #pragma once
 #include "verify_layout.h"
 
-// Operands of one product in two parts.
+// Operands of one product in two parts. The higher one is cut off, or the NEAREST: what is small beside the state may be cut, but
+// of what is written nothing that has always the same sign may be missing.
+template <bool NEAREST> DEVICE void split(float x, u32& high, u32& low, u32 mask) {
+    high = NEAREST ? nearest_part(x, mask) : high_part(x, mask);
+    low = low_part(x, high);
+}
 struct Left {
     u32 high[4], low[4];
 };
-DEVICE void split(Left& a, float row, float below, float next, float next_below, u32 mask) {
+template <bool NEAREST> DEVICE void split(Left& a, float row, float below, float next, float next_below, u32 mask) {
     const float x[4] = {row, below, next, next_below};
 #pragma unroll
-    for (int e = 0; e < 4; e++) a.high[e] = high_part(x[e], mask), a.low[e] = low_part(x[e], a.high[e]);
+    for (int e = 0; e < 4; e++) split<NEAREST>(x[e], a.high[e], a.low[e], mask);
 }
-// Of a product's result: columns 2 t and 2 t + 1 are counted as t and t + 4.
-DEVICE void split(Left& a, const float (&x)[4], u32 mask) { split(a, x[0], x[2], x[1], x[3], mask); }
-
 struct Right {
     u32 high[2], low[2];
 };
-DEVICE void split(Right& b, float x, float y, u32 mask) {
-    b.high[0] = high_part(x, mask), b.low[0] = low_part(x, b.high[0]);
-    b.high[1] = high_part(y, mask), b.low[1] = low_part(y, b.high[1]);
+template <bool NEAREST> DEVICE void split(Right& b, float x, float y, u32 mask) {
+    split<NEAREST>(x, b.high[0], b.low[0], mask);
+    split<NEAREST>(y, b.high[1], b.low[1], mask);
 }
+// A product's result as the next one's operand: columns 2 t and 2 t + 1 are counted as t and t + 4.
+DEVICE void split(Left& a, const float (&x)[4], u32 mask) { split<true>(a, x[0], x[2], x[1], x[3], mask); }
 
 DEVICE void add_small(float (&d)[4], const Left& a, const Right& b) {
     multiply_add_tf32(d, a.high, b.low[0], b.low[1]);
@@ -57,15 +61,15 @@ DEVICE void meet(float (&z)[4][4], const Shared& shared, bool folded, int warp, 
         const float* const from = shared.state + state_at(piece, warp, lane);
         const float4 x = *(const float4*)from, y = *(const float4*)(from + K);
         Left a[2];
-        split(a[0], x.x, y.x, x.y, y.y, mask);
-        split(a[1], x.z, y.z, x.w, y.w, mask);
+        split<false>(a[0], x.x, y.x, x.y, y.y, mask);
+        split<false>(a[1], x.z, y.z, x.w, y.w, mask);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             if (n == 0 && !folded) continue;
             const float4 four = *(const float4*)((n < 3 ? row + 8 * n * ROW : last) + 16 * piece);
             Right b[2];
-            split(b[0], four.x, four.y, mask);
-            split(b[1], four.z, four.w, mask);
+            split<false>(b[0], four.x, four.y, mask);
+            split<false>(b[1], four.z, four.w, mask);
             float d[4] = {};
             add_small(d, a[0], b[0]);
             add_small(d, a[1], b[1]);
@@ -96,7 +100,7 @@ DEVICE void follow(Answers& y, const float (&z)[4][4], const Shared& shared, int
     auto add = [&](float (&d)[4], const Left& a, const float* b) {
         const float2 two = *(const float2*)b;
         Right right;
-        split(right, two.x, two.y, mask);
+        split<true>(right, two.x, two.y, mask);
         add_product(d, a, right);
     };
     Left a;
@@ -147,9 +151,9 @@ DEVICE void fold_into(float* state, const Answers& y, const Shared& shared, int 
         const float4 w = *(const float4*)(shared.folded + 4 * ((8 * piece + (i ^ (piece & 1))) * 4 + (t ^ (i >> 1))));
         float d[2][4] = {};
         Right b;
-        split(b, w.x, w.z, mask);
+        split<true>(b, w.x, w.z, mask);
         add_product(d[0], a, b);
-        split(b, w.y, w.w, mask);
+        split<true>(b, w.y, w.w, mask);
         add_product(d[1], a, b);
         const float4 left = *(const float4*)(shared.left + 16 * piece + 4 * t);
         const float* const from = shared.state + state_at(piece, warp, lane);
