@@ -25,7 +25,7 @@ KERNEL(THREADS, 2) verify(
     int pending_count, float scale, float lower_bound, float norm_eps, float l2_eps) {
     SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = blockIdx.x;
+    const int thread = threadIdx.x, warp = uniform(thread / 32), lane = thread % 32, head = blockIdx.x;
     const i64 row = blockIdx.y;
     const i64 slot = INDEXED ? (i64)index[row] : row;
     const i64 stands = accepted ? (i64)accepted[row] : 0;
@@ -42,27 +42,27 @@ KERNEL(THREADS, 2) verify(
 
     // What is needed of all tokens is asked for at once, before the state, behind which it would queue: of two channels, or two
     // decays, a thread.
-    auto gather = [&](int pair) -> Inputs {
+    auto gather = [&](int first) -> Inputs {  // the warp's first pair
         Inputs in;
-        in.decays = pair >= CHANNELS / 2;
-        in.c = 2 * (in.decays ? pair - CHANNELS / 2 : pair);
+        in.decays = first >= CHANNELS / 2;
+        in.c = 2 * (first + lane - (in.decays ? CHANNELS / 2 : 0));
         in.channel = in.decays ? head * K + in.c
-                   : in.c < 2 * K ? (in.c / K * heads + head) * K + in.c % K
-                                  : 2 * heads * K + head * V + (in.c - 2 * K);
-        const bf16* const old = in.channel + (in.decays ? old_decay + row * old_decay_row : old_qkv + row * old_qkv_row);
-        const bf16* const now = in.channel + (in.decays ? decay_logit + row * decay_row : qkv + row * qkv_row);
+                   : first < K ? (in.c / K * heads + head) * K + in.c % K
+                               : 2 * heads * K + head * V + (in.c - 2 * K);
         const i64 old_token = in.decays ? old_decay_token : old_qkv_token, token = in.decays ? decay_token : qkv_token;
-        const bf16* const behind = window + (i64)in.channel * SEEN;
+        const bf16* old = in.channel + (in.decays ? old_decay + row * old_decay_row : old_qkv + row * old_qkv_row) - (SEEN + empty) * old_token;
+        const bf16* now = in.channel + (in.decays ? decay_logit + row * decay_row : qkv + row * qkv_row);
+        const bf16* const behind = window + (i64)in.channel * SEEN - empty;
 #pragma unroll
-        for (int j = 0; j < SEEN + FOLDED; j++) {
+        for (int j = 0; j < SEEN + FOLDED; j++, old += old_token) {
             const int n = j - SEEN - empty;  // the token; before the first, what the window has of those before it
-            const bool read = in.decays || in.c >= K || j >= FOLDED;  // of a folded token's q only what the convolution still sees
+            const bool read = j >= FOLDED || first >= K / 2;  // of a folded token's q only what the convolution still sees
             in.x[j] = 0;
-            if (n >= 0 && read) in.x[j] = *(const u32*)(old + n * old_token);
-            if (n < 0 && n + SEEN >= 0 && !in.decays) in.x[j] = behind[n + SEEN] | (u32)behind[n + 2 * SEEN] << 16;
+            if (n >= 0 && read) in.x[j] = *(const u32*)old;
+            if (n < 0 && n + SEEN >= 0 && !in.decays) in.x[j] = behind[j] | (u32)behind[j + SEEN] << 16;
         }
 #pragma unroll
-        for (int t = 0; t < SCORED; t++) in.x[SEEN + FOLDED + t] = t < count ? *(const u32*)(now + t * token) : 0;
+        for (int t = 0; t < SCORED; t++, now += token) in.x[SEEN + FOLDED + t] = t < count ? *(const u32*)now : 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             in.bias[h] = in.decays && HAS_BIAS ? dt_bias[in.channel + h] : 0.0f;
@@ -72,7 +72,7 @@ KERNEL(THREADS, 2) verify(
         return in;
     };
     Inputs in;
-    if (thread < PAIRS) in = gather(thread);
+    if (32 * warp < PAIRS) in = gather(32 * warp);
     const float rate = HAS_A ? exp2_fast(LOG2E * A_log[head]) : 1.0f;
     bf16 beta = 0;
     const bool has_beta = thread < FOLDED ? thread >= empty : thread - FOLDED < count;
@@ -96,8 +96,11 @@ KERNEL(THREADS, 2) verify(
     copy_commit();
 
     if (thread < PLACES) shared.beta[thread] = has_beta ? sigmoid(to_float(beta)) : 0.0f;
-    for (int pair = thread; pair < PAIRS; pair += THREADS) {
-        if (pair != thread) in = gather(pair);
+#pragma unroll 1
+    for (int n = 0; n < ROUNDS; n++) {
+        const int first = 32 * warp + n * THREADS;
+        if (first >= PAIRS) break;
+        if (n) in = gather(first);
         if (in.decays) {
             store_decays(shared, in, rate, lower_bound, empty, count);
             continue;
@@ -113,11 +116,12 @@ KERNEL(THREADS, 2) verify(
 
     float unit = 0.0f;
 #pragma unroll
-    for (int n = 0; n < K / 64; n++)
+    for (int n = 0; n < PARTS; n++)
         if (lane < LISTED) unit += shared.squares[n][lane];
     unit = rsqrt_fast(unit + l2_eps) * (lane < PLACES ? 1.0f : scale);
     if (warp == 0) shared.unit[lane] = unit;
-    for (int pair = warp; pair < 9; pair += WARPS) compare(shared, pair, unit, empty, lane);
+    for (int n = warp; n < PLACES / 2; n += WARPS)  // the shortest two for one of eight warps
+        compare(shared, n < 8 ? 7 - n : 8, unit, empty, lane);
     sync_threads();
     if (warp == WARPS - 1) answer(shared, empty, lane);
     if (thread < K) let_decay(shared, empty, thread);
@@ -125,7 +129,8 @@ KERNEL(THREADS, 2) verify(
     sync_threads();
 
     float z[4][4];
-    meet(z, shared, folds > 0, warp, lane, mask);
+    if (folds > 0) meet<true>(z, shared, warp, lane, mask);
+    else meet<false>(z, shared, warp, lane, mask);
     Answers y;
     follow(y, z, shared, empty, warp, lane, mask);
 #pragma unroll

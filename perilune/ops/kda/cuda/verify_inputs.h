@@ -3,6 +3,7 @@
 #include "verify_layout.h"
 
 constexpr int PAIRS = CHANNELS / 2 + K / 2;  // of channels, then of decays
+constexpr int ROUNDS = (PAIRS + THREADS - 1) / THREADS;  // of all threads, a pair each
 
 // What a thread needs of two channels, or decays: their raw numbers at all places, for channels also before those, and weights.
 struct Inputs {
@@ -40,7 +41,8 @@ DEVICE void store_convolved(Shared& shared, const Inputs& in, int empty, int cou
     float* const to = of_q ? shared.rows[FOLDED] + in.c : of_v ? shared.v[0] + (in.c - 2 * K) : shared.rows[0] + (in.c - K);
     const int step = of_v ? VALUES : ROW;
     auto store = [&](int p, bool there) -> float {
-        const float low = there ? convolved(p, 0) : 0.0f, high = there ? convolved(p, 1) : 0.0f;
+        float low = convolved(p, 0), high = convolved(p, 1);
+        low = there ? low : 0.0f, high = there ? high : 0.0f;
         *(float2*)(to + p * step) = make_float2(low, high);
         return fmaf(low, low, high * high);
     };
@@ -55,5 +57,5 @@ DEVICE void store_convolved(Shared& shared, const Inputs& in, int empty, int cou
     }
     if (of_v) return;
     fold<16, 16>(squares, lane);
-    if (lane < LISTED && (lane >= PLACES) == of_q) shared.squares[in.c / 64 % (K / 64)][lane] = squares[0];
+    if (lane < LISTED && (lane >= PLACES) == of_q) shared.squares[in.c / 64 % PARTS][lane] = squares[0];
 }

@@ -9,8 +9,8 @@
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 2 * V, WARPS = THREADS / 32;
 constexpr int FOLDED = 9, SCORED = 9, PLACES = FOLDED + SCORED;
 constexpr int LISTED = PLACES + SCORED;  // k of every place, then q of those that are scored
-constexpr int CHANNELS = 2 * K + V, PER_LANE = K / 32, PIECES = K / 16;  // PIECES of a row's 16 numbers
-constexpr int SEEN = TAPS - 1;            // tokens that a convolution sees behind its own
+constexpr int CHANNELS = 2 * K + V, PARTS = K / 64, PIECES = K / 16;  // of a row: PARTS of 64 numbers, PIECES of 16
+constexpr int SEEN = TAPS - 1;  // tokens that a convolution sees behind its own
 
 // Strides in shared memory, so that what a warp reads together lies in different banks.
 constexpr int ROW = K + 16, VALUES = V + 4, ANSWERS = 24;
@@ -36,7 +36,7 @@ struct Shared {
     float left[K];                // D of place 8
     float common[PLACES][32];     // of which LISTED count: of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
     float unit[32];               // by which the rows are to be multiplied
-    float squares[K / 64][32];    // of the rows, summed over 64 channels
+    float squares[PARTS][32];     // of the rows, summed over 64 channels
     float answers[18][ANSWERS];   // see `answer`
     float beta[20];
     float of_outputs[SCORED][8];  // squares of outputs, by warp

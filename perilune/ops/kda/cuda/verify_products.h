@@ -47,8 +47,8 @@ DEVICE int state_at(int piece, int warp, int lane) {
 }
 
 // S_0 times rows (which have their D) 1 .. 17 | q of the scored | 0, in blocks of 8 columns. The products of 16 columns are
-// added to the others as floats are, since the tensor cores cut off what does not fit.
-DEVICE void meet(float (&z)[4][4], const Shared& shared, bool folded, int warp, int lane, u32 mask) {
+// added to the others as floats are, since the tensor cores cut off what does not fit. Without FOLDS the first block stays zero.
+template <bool FOLDS> DEVICE void meet(float (&z)[4][4], const Shared& shared, int warp, int lane, u32 mask) {
     const int i = lane >> 2, t = lane & 3;
     const float* const row = shared.rows[1 + i] + 4 * t;
     const float* const last = shared.rows[i < 2 ? 25 + i : 0] + 4 * t;
@@ -64,8 +64,7 @@ DEVICE void meet(float (&z)[4][4], const Shared& shared, bool folded, int warp, 
         split<false>(a[0], x.x, y.x, x.y, y.y, mask);
         split<false>(a[1], x.z, y.z, x.w, y.w, mask);
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            if (n == 0 && !folded) continue;
+        for (int n = FOLDS ? 0 : 1; n < 4; n++) {
             const float4 four = *(const float4*)((n < 3 ? row + 8 * n * ROW : last) + 16 * piece);
             Right b[2];
             split<false>(b[0], four.x, four.y, mask);

@@ -9,58 +9,62 @@ DEVICE int folded_at(int p, int c) {
     return ((8 * piece + (g ^ (piece & 1))) * 4 + (t ^ i)) * 4 + 2 * (p & 1) + (c >> 1 & 1);
 }
 
-// warp: w of two places, on its way to later ones, and what it has in common with their k and q. The pairs 0 .. 7 are equally long.
+// warp: w of places 2 `pair` and the next, on their way to later ones, and what they have in common with their k and q; half
+// of the warp each, where a lane has four of every 64 columns. Of a place with itself and with earlier ones there is anything.
 DEVICE void compare(Shared& shared, int pair, float unit, int empty, int lane) {
-    const int place[2] = {pair < 8 ? 7 - pair : 16, pair < 8 ? 8 + pair : 17};
-    float w[2][PER_LANE], sums[2][32];
+    const int column = lane & 15, place = 2 * pair + (lane >> 4), begin = 2 * pair + 1 < empty ? PLACES : 2 * pair;
+    const float by = shuffle(unit, place);
+    float w[PARTS][4], sums[2][16];
+    auto load = [&](float (&x)[PARTS][4], const float* row) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+        for (int n = 0; n < PARTS; n++) {
+            const float4 four = *(const float4*)(row + 64 * n + 4 * column);
+            x[n][0] = four.x, x[n][1] = four.y, x[n][2] = four.z, x[n][3] = four.w;
+        }
+    };
+    load(w, shared.rows[place]);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) w[h][i] = place[h] >= empty ? shared.rows[place[h]][PER_LANE * lane + i] : 0.0f;
-#pragma unroll
-        for (int n = 0; n < 32; n++) sums[h][n] = 0.0f;
-    }
-    const int begins[2] = {place[0] >= empty ? place[0] : PLACES, place[1] >= empty ? place[1] : PLACES};
+    for (int n = 0; n < 32; n++) sums[n / 16][n % 16] = 0.0f;
 #pragma unroll
     for (int t = 0; t < PLACES; t++) {
-        if (t == FOLDED && empty < FOLDED)
+        if (t == FOLDED && empty < FOLDED && place < FOLDED)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (place[h] >= FOLDED) continue;
-                const float by = shuffle(unit, place[h]);
+            for (int n = 0; n < PARTS; n++)
 #pragma unroll
-                for (int i = 0; i < PER_LANE; i++) {
-                    const int c = PER_LANE * lane + i;
-                    (place[h] ? shared.folded[folded_at(place[h] - 1, c)] : shared.first[c]) = by * w[h][i];
+                for (int i = 0; i < 4; i++) {
+                    const int c = 64 * n + 4 * column + i;
+                    (place ? shared.folded[folded_at(place - 1, c)] : shared.first[c]) = by * w[n][i];
                 }
-            }
-        if (t < begins[0] && t < begins[1]) continue;
-        float alpha[PER_LANE], k[PER_LANE], q[PER_LANE];
+        if (t < begin) continue;
+        float x[PARTS][4];
+        auto add = [&](float& sum) {
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            const int c = PER_LANE * lane + i;
-            alpha[i] = shared.alpha[t][c], k[i] = shared.rows[t][c];
-            if (t >= FOLDED) q[i] = shared.rows[FOLDED + t][c];
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sum = fmaf(w[n][i], x[n][i], sum);
+        };
+        if (t > begin) {
+            load(x, shared.alpha[t]);
+            if (t == begin + 1 && lane >= 16)
+#pragma unroll
+                for (int n = 0; n < PARTS; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 1.0f;
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) w[n][i] *= x[n][i];
+            load(x, shared.rows[t]);
+            add(sums[t / 16][t % 16]);
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (t < FOLDED && h || t < begins[h]) continue;
-            if (t > begins[h])
-#pragma unroll
-                for (int i = 0; i < PER_LANE; i++) {
-                    w[h][i] *= alpha[i];
-                    sums[h][t] = fmaf(w[h][i], k[i], sums[h][t]);
-                }
-            if (t >= FOLDED)
-#pragma unroll
-                for (int i = 0; i < PER_LANE; i++) sums[h][FOLDED + t] = fmaf(w[h][i], q[i], sums[h][FOLDED + t]);
+        if (t >= FOLDED) {
+            load(x, shared.rows[FOLDED + t]);
+            add(sums[(FOLDED + t) / 16][(FOLDED + t) % 16]);
         }
     }
+    if (begin == PLACES) return;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        if (begins[h] == PLACES) continue;
-        fold<16, 16>(sums[h], lane);
-        shared.common[place[h]][lane] = sums[h][0] * unit * shuffle(unit, place[h]);
+    for (int n = 0; n < 2; n++) {
+        fold<8, 8>(sums[n], lane);
+        shared.common[place][16 * n + column] = sums[n][0] * by * shuffle(unit, 16 * n + column);
     }
 }
 
