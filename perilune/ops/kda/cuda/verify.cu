@@ -52,14 +52,10 @@ KERNEL(THREADS, 2) verify(
         const i64 old_token = in.decays ? old_decay_token : old_qkv_token, token = in.decays ? decay_token : qkv_token;
         const bf16* old = in.channel + (in.decays ? old_decay + row * old_decay_row : old_qkv + row * old_qkv_row) - (SEEN + empty) * old_token;
         const bf16* now = in.channel + (in.decays ? decay_logit + row * decay_row : qkv + row * qkv_row);
-        const bf16* const behind = window + (i64)in.channel * SEEN - empty;
 #pragma unroll
         for (int j = 0; j < SEEN + FOLDED; j++, old += old_token) {
-            const int n = j - SEEN - empty;  // the token; before the first, what the window has of those before it
             const bool read = j >= FOLDED || first >= K / 2;  // of a folded token's q only what the convolution still sees
-            in.x[j] = 0;
-            if (n >= 0 && read) in.x[j] = *(const u32*)old;
-            if (n < 0 && n + SEEN >= 0 && !in.decays) in.x[j] = behind[j] | (u32)behind[j + SEEN] << 16;
+            in.x[j] = j >= SEEN + empty && read ? *(const u32*)old : 0;
         }
 #pragma unroll
         for (int t = 0; t < SCORED; t++, now += token) in.x[SEEN + FOLDED + t] = t < count ? *(const u32*)now : 0;
@@ -68,32 +64,36 @@ KERNEL(THREADS, 2) verify(
             in.bias[h] = in.decays && HAS_BIAS ? dt_bias[in.channel + h] : 0.0f;
 #pragma unroll
             for (int i = 0; i < TAPS; i++) in.taps[h][i] = in.decays ? 0.0f : conv_weight[(i64)(in.channel + h) * TAPS + i];
+#pragma unroll
+            for (int i = 0; i < SEEN; i++) in.seen[h][i] = in.decays ? (bf16)0 : window[(i64)(in.channel + h) * SEEN + i];
         }
         return in;
     };
     Inputs in;
     if (32 * warp < PAIRS) in = gather(32 * warp);
-    const float rate = HAS_A ? exp2_fast(LOG2E * A_log[head]) : 1.0f;
     bf16 beta = 0;
     const bool has_beta = thread < FOLDED ? thread >= empty : thread - FOLDED < count;
     if (thread < PLACES && has_beta)
         beta = thread < FOLDED ? old_beta[row * old_beta_row + (thread - empty) * old_beta_token + head]
                                : beta_logit[row * beta_row + (thread - FOLDED) * beta_token + head];
     const int mine = 16 * warp + 2 * (lane >> 2);  // of two outputs
-    bf16 opened[3][2];
+    float raw[7];  // gates as bits; A_log
 #pragma unroll
     for (int n = 0; n < 3; n++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int t = token_of(n, lane & 3);
-            opened[n][h] = t < count ? gate[row * gate_row + t * gate_token + head * V + mine + h] : (bf16)0;
+            raw[2 * n + h] = from_bits(t < count ? gate[row * gate_row + t * gate_token + head * V + mine + h] : 0);
         }
+    raw[6] = HAS_A ? A_log[head] : 0.0f;
     const float norm[2] = {norm_weight[mine], norm_weight[mine + 1]};
-    for (int n = thread; n < V * K / 4; n += THREADS) {
-        const int r = n / (K / 4), f = n % (K / 4);
-        copy_async(shared.state + r * K + 4 * (f ^ ((r >> 1 & 1) << 2)), state + 4 * n);
-    }
+    const int r = thread / (K / 4), f = thread % (K / 4);
+#pragma unroll
+    for (int n = 0; n < V * K / 4; n += THREADS)
+        copy_async(shared.state + r * K + 4 * (f ^ ((r >> 1 & 1) << 2)) + 4 * n, state + 4 * (thread + n));
     copy_commit();
+    held(raw);  // or the compiler makes something of them, and waits, before it copies
+    const float rate = HAS_A ? exp2_fast(LOG2E * raw[6]) : 1.0f;
 
     if (thread < PLACES) shared.beta[thread] = has_beta ? sigmoid(to_float(beta)) : 0.0f;
 #pragma unroll 1
@@ -105,6 +105,7 @@ KERNEL(THREADS, 2) verify(
             store_decays(shared, in, rate, lower_bound, empty, count);
             continue;
         }
+        align(in, empty);
         if (folds > 0)
 #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -150,8 +151,8 @@ KERNEL(THREADS, 2) verify(
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += shared.of_outputs[t][w];
         const float by = rsqrt_fast(total * (1.0f / V) + norm_eps);
-        const float low = y.o[n][0] * by * norm[0] * sigmoid(to_float(opened[n][0]));
-        const float high = y.o[n][1] * by * norm[1] * sigmoid(to_float(opened[n][1]));
+        const float low = y.o[n][0] * by * norm[0] * sigmoid(to_float((bf16)bits(raw[2 * n])));
+        const float high = y.o[n][1] * by * norm[1] * sigmoid(to_float((bf16)bits(raw[2 * n + 1])));
         *(u32*)(out + (i64)t * heads * V + mine) = pack(low, high);
     }
 }

@@ -5,11 +5,13 @@
 constexpr int PAIRS = CHANNELS / 2 + K / 2;  // of channels, then of decays
 constexpr int ROUNDS = (PAIRS + THREADS - 1) / THREADS;  // of all threads, a pair each
 
-// What a thread needs of two channels, or decays: their raw numbers at all places, for channels also before those, and weights.
+// What a thread needs of two channels, or decays: their raw numbers at all places, and for channels what comes before the first
+// token, and weights.
 struct Inputs {
     bool decays;
     int c, channel;  // of q | k | v of the head, or of its decays; of qkv or of all decays
-    u32 x[SEEN + PLACES];
+    u32 x[SEEN + PLACES];  // from SEEN before the first place on
+    bf16 seen[2][SEEN];    // the window, which goes before the first token
     float bias[2], taps[2][TAPS];
 };
 
@@ -20,6 +22,16 @@ DEVICE void store_decays(Shared& shared, const Inputs& in, float rate, float low
         const bool there = p < FOLDED ? p >= empty : p - FOLDED < count;
         const float low = decay(low_half(two) + in.bias[0], rate, lower_bound), high = decay(high_half(two) + in.bias[1], rate, lower_bound);
         *(float2*)(shared.alpha[p] + in.c) = make_float2(there ? low : 1.0f, there ? high : 1.0f);
+    }
+}
+
+// The window to where it belongs.
+DEVICE void align(Inputs& in, int empty) {
+#pragma unroll
+    for (int i = 0; i < SEEN; i++) {
+        const u32 two = in.seen[0][i] | (u32)in.seen[1][i] << 16;
+#pragma unroll
+        for (int n = 0; n <= FOLDED; n++) in.x[n + i] = empty == n ? two : in.x[n + i];
     }
 }
 

@@ -45,7 +45,7 @@ DEVICE void compare(Shared& shared, int pair, float unit, int empty, int lane) {
         };
         if (t > begin) {
             load(x, shared.alpha[t]);
-            if (t == begin + 1 && lane >= 16)
+            if (t % 2 && t == begin + 1 && lane >= 16)
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 1.0f;
 #pragma unroll
