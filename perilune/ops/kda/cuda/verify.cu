@@ -44,6 +44,7 @@ KERNEL(THREADS, 2) verify(
     // decays, a thread.
     auto gather = [&](int first) -> Inputs {  // the warp's first pair
         Inputs in;
+        in.first = first;
         in.decays = first >= CHANNELS / 2;
         in.c = 2 * (first + lane - (in.decays ? CHANNELS / 2 : 0));
         in.channel = in.decays ? head * K + in.c
@@ -86,15 +87,21 @@ KERNEL(THREADS, 2) verify(
             raw[2 * n + h] = from_bits(t < count ? gate[row * gate_row + t * gate_token + head * V + mine + h] : 0);
         }
     raw[6] = HAS_A ? A_log[head] : 0.0f;
-    const float norm[2] = {norm_weight[mine], norm_weight[mine + 1]};
+    const float norm = thread < V ? norm_weight[thread] : 0.0f;
     const int r = thread / (K / 4), f = thread % (K / 4);
+    const float* const from = state + 4 * thread;
+    float* const to = shared.state + r * K + 4 * (f ^ ((r >> 1 & 1) << 2));
 #pragma unroll
-    for (int n = 0; n < V * K / 4; n += THREADS)
-        copy_async(shared.state + r * K + 4 * (f ^ ((r >> 1 & 1) << 2)) + 4 * n, state + 4 * (thread + n));
+    for (int n = 0; n < V * K; n += 4 * THREADS) copy_async(to + n, from + n);
     copy_commit();
     held(raw);  // or the compiler makes something of them, and waits, before it copies
+    u32 opened[4] = {};  // the gates of two rows each
+#pragma unroll
+    for (int n = 0; n < 3; n++) opened[n] = bits(raw[2 * n]) | bits(raw[2 * n + 1]) << 16;
+    held(opened);
     const float rate = HAS_A ? exp2_fast(LOG2E * raw[6]) : 1.0f;
 
+    if (thread < V) shared.norm[thread] = norm;
     if (thread < PLACES) shared.beta[thread] = has_beta ? sigmoid(to_float(beta)) : 0.0f;
 #pragma unroll 1
     for (int n = 0; n < ROUNDS; n++) {
@@ -143,6 +150,7 @@ KERNEL(THREADS, 2) verify(
     }
     if (folds > 0) fold_into(state, y, shared, empty, warp, lane, mask);
     sync_threads();
+    const float2 weight = *(const float2*)(shared.norm + mine);
 #pragma unroll
     for (int n = 0; n < 3; n++) {
         const int t = token_of(n, lane & 3);
@@ -151,8 +159,8 @@ KERNEL(THREADS, 2) verify(
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += shared.of_outputs[t][w];
         const float by = rsqrt_fast(total * (1.0f / V) + norm_eps);
-        const float low = y.o[n][0] * by * norm[0] * sigmoid(to_float((bf16)bits(raw[2 * n])));
-        const float high = y.o[n][1] * by * norm[1] * sigmoid(to_float((bf16)bits(raw[2 * n + 1])));
+        const float low = y.o[n][0] * by * weight.x * sigmoid(low_half(opened[n]));
+        const float high = y.o[n][1] * by * weight.y * sigmoid(high_half(opened[n]));
         *(u32*)(out + (i64)t * heads * V + mine) = pack(low, high);
     }
 }

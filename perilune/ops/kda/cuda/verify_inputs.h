@@ -9,6 +9,7 @@ constexpr int ROUNDS = (PAIRS + THREADS - 1) / THREADS;  // of all threads, a pa
 // token, and weights.
 struct Inputs {
     bool decays;
+    int first;       // pair of the warp
     int c, channel;  // of q | k | v of the head, or of its decays; of qkv or of all decays
     u32 x[SEEN + PLACES];  // from SEEN before the first place on
     bf16 seen[2][SEEN];    // the window, which goes before the first token
@@ -49,7 +50,7 @@ DEVICE void store_convolved(Shared& shared, const Inputs& in, int empty, int cou
         }
         return total * sigmoid(total);
     };
-    const bool of_q = in.c < K, of_v = in.c >= 2 * K;
+    const bool of_q = in.first < K / 2, of_v = in.first >= K;
     float* const to = of_q ? shared.rows[FOLDED] + in.c : of_v ? shared.v[0] + (in.c - 2 * K) : shared.rows[0] + (in.c - K);
     const int step = of_v ? VALUES : ROW;
     auto store = [&](int p, bool there) -> float {
@@ -69,5 +70,5 @@ DEVICE void store_convolved(Shared& shared, const Inputs& in, int empty, int cou
     }
     if (of_v) return;
     fold<16, 16>(squares, lane);
-    if (lane < LISTED && (lane >= PLACES) == of_q) shared.squares[in.c / 64 % PARTS][lane] = squares[0];
+    if (lane < LISTED && (lane >= PLACES) == of_q) shared.squares[in.first / 32 % PARTS][lane] = squares[0];
 }

@@ -38,6 +38,7 @@ struct Shared {
     float unit[32];               // by which the rows are to be multiplied
     float squares[PARTS][32];     // of the rows, summed over 64 channels
     float answers[18][ANSWERS];   // see `answer`
+    float norm[V];                // weights of the output norm
     float beta[20];
     float of_outputs[SCORED][8];  // squares of outputs, by warp
 };

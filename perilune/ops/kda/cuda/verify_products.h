@@ -40,44 +40,47 @@ DEVICE void add_product(float (&d)[4], const Left& a, const Right& b) {
     add_large(d, a, b);
 }
 
-// Where a lane's four numbers of row 2 i and of columns 16 piece .. begin in the state; those of row 2 i + 1: K further on.
-DEVICE int state_at(int piece, int warp, int lane) {
+// Where a lane's four numbers of row 2 i and of columns 16 piece .. lie in the state, for an even piece and the odd one behind it;
+// those of row 2 i + 1 K further on, those of the next two pieces 32.
+DEVICE int state_at(int odd, int warp, int lane) {
     const int i = lane >> 2, t = lane & 3;
-    return (16 * warp + 2 * i) * K + 16 * (piece ^ (i & 1)) + 4 * t;
+    return (16 * warp + 2 * i) * K + 16 * (odd ^ (i & 1)) + 4 * t;
 }
 
 // S_0 times rows (which have their D) 1 .. 17 | q of the scored | 0, in blocks of 8 columns. The products of 16 columns are
 // added to the others as floats are, since the tensor cores cut off what does not fit. Without FOLDS the first block stays zero.
 template <bool FOLDS> DEVICE void meet(float (&z)[4][4], const Shared& shared, int warp, int lane, u32 mask) {
     const int i = lane >> 2, t = lane & 3;
-    const float* const row = shared.rows[1 + i] + 4 * t;
-    const float* const last = shared.rows[i < 2 ? 25 + i : 0] + 4 * t;
+    const float* row = shared.rows[1 + i] + 4 * t;
+    const float* last = shared.rows[i < 2 ? 25 + i : 0] + 4 * t;
+    const float* from[2] = {shared.state + state_at(0, warp, lane), shared.state + state_at(1, warp, lane)};
 #pragma unroll
     for (int n = 0; n < 4; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) z[n][e] = 0.0f;
-#pragma unroll 2
-    for (int piece = 0; piece < PIECES; piece++) {
-        const float* const from = shared.state + state_at(piece, warp, lane);
-        const float4 x = *(const float4*)from, y = *(const float4*)(from + K);
-        Left a[2];
-        split<false>(a[0], x.x, y.x, x.y, y.y, mask);
-        split<false>(a[1], x.z, y.z, x.w, y.w, mask);
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; piece += 2, row += 32, last += 32, from[0] += 32, from[1] += 32)
 #pragma unroll
-        for (int n = FOLDS ? 0 : 1; n < 4; n++) {
-            const float4 four = *(const float4*)((n < 3 ? row + 8 * n * ROW : last) + 16 * piece);
-            Right b[2];
-            split<false>(b[0], four.x, four.y, mask);
-            split<false>(b[1], four.z, four.w, mask);
-            float d[4] = {};
-            add_small(d, a[0], b[0]);
-            add_small(d, a[1], b[1]);
-            add_large(d, a[0], b[0]);
-            add_large(d, a[1], b[1]);
+        for (int odd = 0; odd < 2; odd++) {
+            const float4 x = *(const float4*)from[odd], y = *(const float4*)(from[odd] + K);
+            Left a[2];
+            split<false>(a[0], x.x, y.x, x.y, y.y, mask);
+            split<false>(a[1], x.z, y.z, x.w, y.w, mask);
 #pragma unroll
-            for (int e = 0; e < 4; e++) z[n][e] += d[e];
+            for (int n = FOLDS ? 0 : 1; n < 4; n++) {
+                const float4 four = *(const float4*)((n < 3 ? row + 8 * n * ROW : last) + 16 * odd);
+                Right b[2];
+                split<false>(b[0], four.x, four.y, mask);
+                split<false>(b[1], four.z, four.w, mask);
+                float d[4] = {};
+                add_small(d, a[0], b[0]);
+                add_small(d, a[1], b[1]);
+                add_large(d, a[0], b[0]);
+                add_large(d, a[1], b[1]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) z[n][e] += d[e];
+            }
         }
-    }
 }
 
 // What places write, and outputs: o of a lane's rows 2 i and 2 i + 1, of the scored tokens `token_of`.
@@ -145,27 +148,38 @@ DEVICE void fold_into(float* state, const Answers& y, const Shared& shared, int 
     Left a;
     split(a, y.u, mask);
     state += (16 * warp + 2 * i) * K + 4 * t;
-#pragma unroll 2
-    for (int piece = 0; piece < PIECES; piece++) {
-        const float4 w = *(const float4*)(shared.folded + 4 * ((8 * piece + (i ^ (piece & 1))) * 4 + (t ^ (i >> 1))));
-        float d[2][4] = {};
-        Right b;
-        split<true>(b, w.x, w.z, mask);
-        add_product(d[0], a, b);
-        split<true>(b, w.y, w.w, mask);
-        add_product(d[1], a, b);
-        const float4 left = *(const float4*)(shared.left + 16 * piece + 4 * t);
-        const float* const from = shared.state + state_at(piece, warp, lane);
+    const float* from[2] = {shared.state + state_at(0, warp, lane), shared.state + state_at(1, warp, lane)};
+    const float* const last = shared.folded + 4 * (t ^ (i >> 1));
+    const float* written[2] = {last + 16 * i, last + 128 + 16 * (i ^ 1)};  // see `folded_at`
+    const float* left = shared.left + 4 * t;
+    const float* first = shared.first + 4 * t;
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; piece += 2, state += 32, left += 32, first += 32) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float4 old = *(const float4*)(from + h * K);
-            float4 x = make_float4(fmaf(old.x, left.x, d[0][2 * h]), fmaf(old.y, left.y, d[0][2 * h + 1]),
-                                   fmaf(old.z, left.z, d[1][2 * h]), fmaf(old.w, left.w, d[1][2 * h + 1]));
+        for (int odd = 0; odd < 2; odd++) {
+            const float4 w = *(const float4*)written[odd], by = *(const float4*)(left + 16 * odd);
+            float d[2][4] = {};
+            Right b;
+            split<true>(b, w.x, w.z, mask);
+            add_product(d[0], a, b);
+            split<true>(b, w.y, w.w, mask);
+            add_product(d[1], a, b);
             if (empty == 0) {
-                const float4 w = *(const float4*)(shared.first + 16 * piece + 4 * t);
-                x = make_float4(fmaf(y.first[h], w.x, x.x), fmaf(y.first[h], w.y, x.y), fmaf(y.first[h], w.z, x.z), fmaf(y.first[h], w.w, x.w));
+                const float4 w = *(const float4*)(first + 16 * odd);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    d[0][2 * h] = fmaf(y.first[h], w.x, d[0][2 * h]), d[0][2 * h + 1] = fmaf(y.first[h], w.y, d[0][2 * h + 1]);
+                    d[1][2 * h] = fmaf(y.first[h], w.z, d[1][2 * h]), d[1][2 * h + 1] = fmaf(y.first[h], w.w, d[1][2 * h + 1]);
+                }
             }
-            *(float4*)(state + h * K + 16 * piece) = x;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float4 old = *(const float4*)(from[odd] + h * K);
+                *(float4*)(state + h * K + 16 * odd) = make_float4(
+                    fmaf(old.x, by.x, d[0][2 * h]), fmaf(old.y, by.y, d[0][2 * h + 1]),
+                    fmaf(old.z, by.z, d[1][2 * h]), fmaf(old.w, by.w, d[1][2 * h + 1]));
+            }
+            from[odd] += 32, written[odd] += 256;
         }
     }
 }
