@@ -8,7 +8,7 @@
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 2 * V, WARPS = THREADS / 32;
 constexpr int FOLDED = 9, SCORED = 9, PLACES = FOLDED + SCORED;
-constexpr int LISTED = PLACES + SCORED;  // k of every place, then q of those that are scored
+constexpr int LISTED = PLACES + SCORED, BETA = LISTED;  // k of every place, then q of those that are scored; where beta is, behind them
 constexpr int CHANNELS = 2 * K + V, PARTS = K / 64, PIECES = K / 16;  // of a row: PARTS of 64 numbers, PIECES of 16
 constexpr int SEEN = TAPS - 1;  // tokens that a convolution sees behind its own
 
@@ -34,7 +34,7 @@ struct Shared {
     float folded[8 * K];          // w(s, 8) of places 1 .. 8, see `folded_at`
     float first[K];               // w(0, 8)
     float left[K];                // D of place 8
-    float common[PLACES][32];     // of which LISTED count: of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored
+    float common[PLACES][32];     // of place s, at t: w(s, t) . k_t; at PLACES + t: . q_t of the t-th that is scored; at BETA its beta
     float unit[32];               // by which the rows are to be multiplied
     float squares[PARTS][32];     // of the rows, summed over 64 channels
     float answers[18][ANSWERS];   // see `answer`

@@ -64,7 +64,8 @@ DEVICE void compare(Shared& shared, int pair, float unit, int empty, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         fold<8, 8>(sums[n], lane);
-        shared.common[place][16 * n + column] = sums[n][0] * by * shuffle(unit, 16 * n + column);
+        const float common = sums[n][0] * by * shuffle(unit, 16 * n + column);
+        shared.common[place][16 * n + column] = 16 * n + column == BETA ? shared.beta[place] : common;
     }
 }
 
@@ -82,24 +83,30 @@ DEVICE void answer(Shared& shared, int empty, int lane) {
     for (int t = 0; t < PLACES; t++) x[t] = t == mine ? 1.0f : 0.0f;
 #pragma unroll
     for (int t = 0; t < SCORED; t++) o[t] = 0.0f;
+    float common[2][32];  // of this step, and of the next one, whose way is long
+    auto load = [&](int s) {
+#pragma unroll
+        for (int n = (s + 1) / 4 * 4; n < 28; n += 4) {
+            const float4 four = *(const float4*)(shared.common[s] + n);
+            float* const to = common[s % 2] + n;
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        }
+    };
+    load(0);
 #pragma unroll
     for (int s = 0; s < PLACES; s++) {
+        if (s + 1 < PLACES) load(s + 1);
         if (s < empty) {
             if (s > 0 && s < FOLDED) tell(s - 1, 0.0f);
             continue;
         }
-        const float write = shared.beta[s] * x[s];
+        const float* const by = common[s % 2];
+        const float write = by[BETA] * x[s];
         if (s > 0 && s < FOLDED) tell(s - 1, write);
-        float common[32];
 #pragma unroll
-        for (int n = s / 4 * 4; n < LISTED; n += 4) {
-            const float4 four = *(const float4*)(shared.common[s] + n);
-            common[n] = four.x, common[n + 1] = four.y, common[n + 2] = four.z, common[n + 3] = four.w;
-        }
+        for (int t = s + 1; t < PLACES; t++) x[t] = fmaf(-by[t], write, x[t]);
 #pragma unroll
-        for (int t = s + 1; t < PLACES; t++) x[t] = fmaf(-common[t], write, x[t]);
-#pragma unroll
-        for (int t = s < FOLDED ? 0 : s - FOLDED; t < SCORED; t++) o[t] = fmaf(common[PLACES + t], write, o[t]);
+        for (int t = s < FOLDED ? 0 : s - FOLDED; t < SCORED; t++) o[t] = fmaf(by[PLACES + t], write, o[t]);
     }
     tell(8, 0.0f);
 #pragma unroll
