@@ -75,6 +75,66 @@ def test_every_count_equals_plain_decoding(sizes: tuple[int, int, int], lower_bo
     assert all(torch.equal(x, y) for x, y in zip(run(case, counts, backwards=True), got, strict=True))
 
 
+def poisoned(case: dict, counts: Tensor, taps: int) -> dict:
+    """NaN in all that a call has no business to read: pending tokens that do not stand, and q of those that no convolution sees."""
+    case = case | {"pending": Projections(*(x.clone() for x in case["pending"]))}
+    heads, key_dim = case["numbers"]["num_heads"], case["numbers"]["key_dim"]
+    for row, count in enumerate(counts.tolist()):
+        for part in case["pending"]:
+            part[row, count:] = torch.nan
+        case["pending"].qkv_BTX[row, : max(count - taps + 1, 0), : heads * key_dim] = torch.nan
+    return case
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4, 8])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 64)])
+def test_what_is_not_accepted_is_not_read_and_rows_are_on_their_own(key_dim: int, value_dim: int, taps: int) -> None:
+    counts = torch.arange(10)
+    case = half(
+        make_case(batch=10, heads=1, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=9, length=9, lower_bound=-1.0)
+    )
+    truth, got = by_plain_decoding(case, counts), run(case, counts)
+    assert relative_error(got[0], truth[0]) < 3e-3 and torch.equal(got[2].double(), truth[2])
+    for row in range(10):
+        assert relative_error(got[1][row], truth[1][row]) < 2e-7
+    case = poisoned(case, counts, taps)
+    for backwards in (False, True):
+        assert all(torch.equal(x, y) for x, y in zip(run(case, counts, backwards=backwards), got, strict=True))
+    for row in (0, 1, 9):
+        alone = {n: Projections(*(p[row : row + 1] for p in x)) if isinstance(x, Projections) else x for n, x in case.items()}
+        alone |= {n: case[n][row : row + 1] for n in ("gate", "window", "state")}
+        assert all(torch.equal(x[0], y[row]) for x, y in zip(run(alone, counts[row : row + 1]), got, strict=True))
+
+
+def test_outputs_do_not_depend_on_tokens_behind_them() -> None:
+    case = half(make_case(batch=3, heads=1, key_dim=64, value_dim=128, taps=4, pending=9, length=9))
+    counts = torch.tensor([0, 4, 9])
+    whole = run(case, counts)
+    for length in range(1, 9):
+        short = case | {"new": Projections(*(x[:, :length] for x in case["new"])), "gate": case["gate"][:, :length]}
+        got = run(short, counts)
+        assert torch.equal(got[0], whole[0][:, :length]), length
+        assert torch.equal(got[1], whole[1]) and torch.equal(got[2], whole[2])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_equal_keys_written_with_full_strength(sign: float) -> None:
+    """Each token takes away what the one before it wrote: nothing may grow from token to token."""
+    case = half(make_case(batch=2, heads=1, key_dim=64, value_dim=64, taps=2, pending=9, length=9))
+    for part in (case["new"], case["pending"]):
+        part.qkv_BTX[..., :128] = part.qkv_BTX[:1, :1, :128]
+        part.beta_logit_BTH[:] = 9.0
+        part.decay_logit_BTHK[:] = -20.0  # nothing decays
+    case["conv_weight"][:, 0] = 0.0
+    for part in (case["new"], case["pending"]):
+        part.qkv_BTX[:, ::2, 64:128] *= sign
+    counts = torch.tensor([9, 6])
+    truth, got = by_plain_decoding(case, counts), run(case, counts)
+    assert relative_error(got[0], truth[0]) < 3e-3
+    assert relative_error(got[1], truth[1]) < 3e-7
+    assert all(torch.equal(x, y) for x, y in zip(run(case, counts, backwards=True), got, strict=True))
+
+
 def test_short_windows_and_none_pending() -> None:
     case = half(make_case(batch=2, heads=1, key_dim=64, value_dim=64, taps=4, pending=3, length=2))
     counts = torch.tensor([3, 1])
