@@ -91,7 +91,9 @@ def poisoned(case: dict, counts: Tensor, taps: int) -> dict:
 def test_what_is_not_accepted_is_not_read_and_rows_are_on_their_own(key_dim: int, value_dim: int, taps: int) -> None:
     counts = torch.arange(10)
     case = half(
-        make_case(batch=10, heads=1, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=9, length=9, lower_bound=-1.0)
+        make_case(
+            batch=10, heads=1, key_dim=key_dim, value_dim=value_dim, taps=taps, pending=9, length=9, lower_bound=-1.0
+        )
     )
     truth, got = by_plain_decoding(case, counts), run(case, counts)
     assert relative_error(got[0], truth[0]) < 3e-3 and torch.equal(got[2].double(), truth[2])
@@ -101,7 +103,9 @@ def test_what_is_not_accepted_is_not_read_and_rows_are_on_their_own(key_dim: int
     for backwards in (False, True):
         assert all(torch.equal(x, y) for x, y in zip(run(case, counts, backwards=backwards), got, strict=True))
     for row in (0, 1, 9):
-        alone = {n: Projections(*(p[row : row + 1] for p in x)) if isinstance(x, Projections) else x for n, x in case.items()}
+        alone = {
+            n: Projections(*(p[row : row + 1] for p in x)) if isinstance(x, Projections) else x for n, x in case.items()
+        }
         alone |= {n: case[n][row : row + 1] for n in ("gate", "window", "state")}
         assert all(torch.equal(x[0], y[row]) for x, y in zip(run(alone, counts[row : row + 1]), got, strict=True))
 
@@ -114,6 +118,23 @@ def test_outputs_do_not_depend_on_tokens_behind_them() -> None:
         short = case | {"new": Projections(*(x[:, :length] for x in case["new"])), "gate": case["gate"][:, :length]}
         got = run(short, counts)
         assert torch.equal(got[0], whole[0][:, :length]), length
+        assert torch.equal(got[1], whole[1]) and torch.equal(got[2], whole[2])
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v", "decay", "beta"])
+def test_a_token_that_is_not_a_number_leaves_those_before_it_alone(part: str) -> None:
+    case = half(make_case(batch=2, heads=1, key_dim=64, value_dim=64, taps=4, pending=9, length=9))
+    counts = torch.tensor([0, 9])
+    whole = run(case, counts)
+    for token in (0, 1, 5, 8):
+        new = Projections(*(x.clone() for x in case["new"]))
+        if part in "qkv":
+            new.qkv_BTX[:, token, 64 * "qkv".index(part) + 3] = torch.nan
+        else:
+            {"decay": new.decay_logit_BTHK, "beta": new.beta_logit_BTH}[part][:, token, 0] = torch.nan
+        got = run(case | {"new": new}, counts)
+        assert torch.equal(got[0][:, :token], whole[0][:, :token])
+        assert got[0][:, token].isnan().all()
         assert torch.equal(got[1], whole[1]) and torch.equal(got[2], whole[2])
 
 

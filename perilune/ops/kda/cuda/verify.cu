@@ -51,7 +51,8 @@ KERNEL(THREADS, 2) verify(
                    : first < K ? (in.c / K * heads + head) * K + in.c % K
                                : 2 * heads * K + head * V + (in.c - 2 * K);
         const i64 old_token = in.decays ? old_decay_token : old_qkv_token, token = in.decays ? decay_token : qkv_token;
-        const bf16* old = in.channel + (in.decays ? old_decay + row * old_decay_row : old_qkv + row * old_qkv_row) - (SEEN + empty) * old_token;
+        const bf16* old = in.channel + (in.decays ? old_decay + row * old_decay_row : old_qkv + row * old_qkv_row);
+        old -= (SEEN + empty) * old_token;
         const bf16* now = in.channel + (in.decays ? decay_logit + row * decay_row : qkv + row * qkv_row);
 #pragma unroll
         for (int j = 0; j < SEEN + FOLDED; j++, old += old_token) {

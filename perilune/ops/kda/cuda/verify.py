@@ -40,8 +40,8 @@ def kernel(
         "LONG_COUNTS": counts == torch.int64,
     }
     places, listed, threads = MOST_FOLDED + MOST_SCORED, MOST_FOLDED + 2 * MOST_SCORED, 2 * value_dim
-    floats = value_dim * key_dim + listed * (key_dim + 16) + places * (value_dim + 4 + key_dim)
-    floats += (MOST_FOLDED + 1) * key_dim + 32 * (places + 1 + key_dim // 64) + 18 * 24 + value_dim + 20 + 8 * MOST_SCORED
+    floats = value_dim * (key_dim + 1) + listed * (key_dim + 16) + places * (value_dim + 4 + key_dim)
+    floats += (MOST_FOLDED + 1) * key_dim + 32 * (places + 1 + key_dim // 64) + 18 * 24 + 20 + 8 * MOST_SCORED
     return Kernel(
         Path(__file__).parent / "verify.cu",
         "verify",

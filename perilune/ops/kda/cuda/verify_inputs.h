@@ -21,7 +21,8 @@ DEVICE void store_decays(Shared& shared, const Inputs& in, float rate, float low
     for (int p = 0; p < PLACES; p++) {
         const u32 two = in.x[SEEN + p];
         const bool there = p < FOLDED ? p >= empty : p - FOLDED < count;
-        const float low = decay(low_half(two) + in.bias[0], rate, lower_bound), high = decay(high_half(two) + in.bias[1], rate, lower_bound);
+        const float low = decay(low_half(two) + in.bias[0], rate, lower_bound);
+        const float high = decay(high_half(two) + in.bias[1], rate, lower_bound);
         *(float2*)(shared.alpha[p] + in.c) = make_float2(there ? low : 1.0f, there ? high : 1.0f);
     }
 }

@@ -90,6 +90,24 @@ struct Answers {
 };
 DEVICE int token_of(int n, int t) { return n == 2 ? t ? SCORED : 8 : n == 1 ? 2 * t : t ? 2 * t - 1 : 7; }
 
+// What is not finite at a scored place is to be seen from there on, and not in outputs before it, whose products with it are with 0.
+DEVICE void keep_behind(float (&x)[4], float (&o)[2][4], int t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float from = SCORED;  // the first token for which that holds
+#pragma unroll
+        for (int e = 1; e >= 0; e--)
+            if (0.0f * x[2 * h + e] != 0.0f) from = 2 * t + e, x[2 * h + e] = 0.0f;
+        from = fminf(from, shuffle_xor(from, 1));
+        from = fminf(from, shuffle_xor(from, 2));
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            if (2 * t - 1 + e >= from) o[0][2 * h + e] = from_bits(0x7fffffffu);
+            if (7 + e >= from) o[1][2 * h + e] = from_bits(0x7fffffffu);
+        }
+    }
+}
+
 DEVICE void follow(Answers& y, const float (&z)[4][4], const Shared& shared, int empty, int warp, int lane, u32 mask) {
     const int i = lane >> 2, t = lane & 3;
     const float* const v = shared.v[0] + 16 * warp + 2 * i;
@@ -117,6 +135,10 @@ DEVICE void follow(Answers& y, const float (&z)[4][4], const Shared& shared, int
         add(o[1], a, last);
     }
     minus(z[1], 9 + 2 * t, x);
+    float zero = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; e++) zero = fmaf(0.0f, x[e], zero);
+    if (any(zero != 0.0f)) keep_behind(x, o, t);
     split(a, x, mask);
     add(o[0], a, row + 8 * (ANSWERS + 1));
     add(o[1], a, last + 8);
