@@ -38,7 +38,7 @@ KERNEL(THREADS, 2) verify(
     const int folds = (int)stands, empty = FOLDED - folds;  // places without a token, in front
     const u32 mask = TF32_BITS + ((u32)count >> 30);
     state += (slot * heads + head) * (K * V);
-    window += slot * heads * CHANNELS * (TAPS - 1);
+    window += slot * heads * CHANNELS * SEEN;
 
     // What is needed of all tokens is asked for at once, before the state, behind which it would queue: of two channels, or two
     // decays, a thread.

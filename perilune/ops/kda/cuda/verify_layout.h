@@ -8,7 +8,7 @@
 
 constexpr int K = KEY_DIM, V = VALUE_DIM, THREADS = 2 * V, WARPS = THREADS / 32;
 constexpr int FOLDED = 9, SCORED = 9, PLACES = FOLDED + SCORED;
-constexpr int LISTED = PLACES + SCORED, BETA = LISTED;  // k of every place, then q of those that are scored; where beta is, behind them
+constexpr int LISTED = PLACES + SCORED, BETA = LISTED;  // k of every place, then q of those that are scored; behind them its beta
 constexpr int CHANNELS = 2 * K + V, PARTS = K / 64, PIECES = K / 16;  // of a row: PARTS of 64 numbers, PIECES of 16
 constexpr int SEEN = TAPS - 1;  // tokens that a convolution sees behind its own
 

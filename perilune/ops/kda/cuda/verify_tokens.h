@@ -10,7 +10,8 @@ DEVICE int folded_at(int p, int c) {
 }
 
 // warp: w of places 2 `pair` and the next, on their way to later ones, and what they have in common with their k and q; half
-// of the warp each, where a lane has four of every 64 columns. Of a place with itself and with earlier ones there is anything.
+// of the warp each, where a lane has four of every 64 columns. What `common` has of a place and of itself, or of those before it,
+// nobody reads: o of itself excepted.
 DEVICE void compare(Shared& shared, int pair, float unit, int empty, int lane) {
     const int column = lane & 15, place = 2 * pair + (lane >> 4), begin = 2 * pair + 1 < empty ? PLACES : 2 * pair;
     const float by = shuffle(unit, place);
@@ -45,7 +46,7 @@ DEVICE void compare(Shared& shared, int pair, float unit, int empty, int lane) {
         };
         if (t > begin) {
             load(x, shared.alpha[t]);
-            if (t % 2 && t == begin + 1 && lane >= 16)
+            if (t % 2 && t == begin + 1 && lane >= 16)  // where the second place begins
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 1.0f;
 #pragma unroll
