@@ -386,6 +386,7 @@ inline void prefetch(const void*) {}
 inline void copy_async(void* shared, const void* global, bool there = true) {
     emulator::current->open.push_back({shared, there ? global : nullptr});
 }
+inline void copy_async_of_line(void* shared, const void* global, bool there) { copy_async(shared, global, there); }
 inline void copy_commit() {
     emulator::current->groups.push_back(std::move(emulator::current->open));
     emulator::current->open.clear();

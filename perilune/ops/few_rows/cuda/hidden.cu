@@ -64,8 +64,10 @@ KERNEL(THREADS, 2) hidden(
     ring.begin();
     const bf16* row[NT];
 #pragma unroll
-    for (int t = 0; t < NT; t++)
-        row[t] = 8 * t < count ? x + nth_bit(entry.y, token_of_lane(t, count, lane)) * x_stride + 8 * (lane & 3) : x;
+    for (int t = 0; t < NT; t++) {
+        const int token = 8 * t + (lane >> 2);
+        row[t] = token < count ? x + nth_bit(entry.y, token) * x_stride + 8 * (lane & 3) : nullptr;
+    }
     float d[2 * UT][NT][4];
     clear(d);
     ring.multiply(d, (count + 7) / 8, [&](int t) { return row[t]; }, [&](int, int, uint4 here) { return here; });

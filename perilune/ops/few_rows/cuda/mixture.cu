@@ -52,7 +52,7 @@ KERNEL(THREADS, 2) mixture(
     SHARED(memory);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     let_next_start();
-    auto token_of = [&](int t) { return x + token_of_lane(t, tokens, lane) * x_stride + 8 * (lane & 3); };
+    auto token_of = [&](int t) { return token_at(x, t, tokens, x_stride, lane); };
     int tile = blockIdx.x;
 #if HIDDEN
     if (tile < HIDDEN_TILES) {

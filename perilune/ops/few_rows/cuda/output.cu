@@ -24,7 +24,7 @@ KERNEL(THREADS, 2) output(const bf16* h, const uint4* list, const bf16* w2, floa
     float d[RT][NT][4];
     clear(d);
     ring.multiply(
-        d, (count + 7) / 8, [&](int t) { return h + (i64)(entry.z + token_of_lane(t, count, lane)) * WIDTH + 8 * (lane & 3); },
+        d, (count + 7) / 8, [&](int t) { return token_at(h + (i64)entry.z * WIDTH, t, count, WIDTH, lane); },
         [&](int, int, uint4 here) { return here; });
     leave(memory, PART, d, warp, lane);
     sync_threads();

@@ -43,13 +43,13 @@ KERNEL(THREADS, 2) outward(
     float p[ACTIVE];
     int place_of[ACTIVE];  // at most 512 pairs of at most 4096 numbers
     if (PAIRS) {
-        const int token = token_of_lane(0, tokens, lane);
+        const int token = lane >> 2 < tokens ? lane >> 2 : tokens - 1;  // sums that nobody reads
 #pragma unroll
         for (int a = 0; a < ACTIVE; a++) p[a] = weight[token * ACTIVE + a], place_of[a] = pair[token * ACTIVE + a] * WIDTH + 8 * (lane & 3);
     }
     float d[RT][NT][4];
     clear(d);
-    auto token_of = [&](int t) { return x + (i64)token_of_lane(t, tokens, lane) * WIDTH + 8 * (lane & 3); };
+    auto token_of = [&](int t) { return token_at(x, t, tokens, WIDTH, lane); };
     ring.multiply(d, NT, token_of, [&](int t, int step, uint4 here) {
         if (!PAIRS) return here;
         float s[8];
@@ -79,7 +79,7 @@ KERNEL(THREADS, 2) outward(
     float d2[RT][NT][4];
     clear(d2);
     ring2.multiply(
-        d2, NT, [&](int t) { return h + (i64)token_of_lane(t, tokens, lane) * SECOND + 8 * (lane & 3); },
+        d2, NT, [&](int t) { return token_at(h, t, tokens, SECOND, lane); },
         [&](int, int, uint4 here) { return here; });
     leave(more, MORE_PART, d2, warp, lane);
 #endif

@@ -50,8 +50,7 @@ KERNEL(THREADS, 2) project(
 #pragma unroll
     for (int t = 0; t < NT; t++) square[t] = 0.0f;
     auto token_of = [&](int t) -> const bf16* {  // tokens, then their gates
-        const int token = token_of_lane(t % NT, tokens, lane);
-        return (t < NT ? x + token * x_stride : gate + token * gate_stride) + 8 * (lane & 3);
+        return t < NT ? token_at(x, t, tokens, x_stride, lane) : token_at(gate, t - NT, tokens, gate_stride, lane);
     };
     ring.multiply(d, GATED ? 2 * NT : NT, token_of, [&](int t, int step, uint4 here) {
         if (!NORM && !GATED) return here;

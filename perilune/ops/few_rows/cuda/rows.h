@@ -10,7 +10,7 @@
 // Copies, not loads into registers: the compiler moves loads of a matrix behind the wait for earlier kernels.
 //
 // A token is a column of its own and all sizes but the number of tokens fix the order of its sum: its bits do not depend on its
-// company. Columns beyond the tokens repeat the last one.
+// company. Columns beyond the tokens are zeros: where they repeat a token the cache is asked for the same bytes by every lane.
 #pragma once
 #include "device.h"
 #include "gated_unit.h"
@@ -67,7 +67,7 @@ template <int RT, int NT, int STEPS, int SCALE = 1> struct Ring {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const bool there = row[r][h] && step < STEPS && turn < TURNS;
-                copy_async(piece(turn, 2 * r + h), there ? row[r][h] + SCALE * STEP * step : nullptr, there);
+                copy_async_of_line(piece(turn, 2 * r + h), there ? row[r][h] + SCALE * STEP * step : nullptr, there);
             }
     }
     template <class Token> __device__ __forceinline__ void fetch_tokens(int turn, int tiles, Token token) {
@@ -75,8 +75,9 @@ template <int RT, int NT, int STEPS, int SCALE = 1> struct Ring {
 #pragma unroll
         for (int t = 0; t < NT; t++)
             if (t < tiles) {
-                const bool there = step < STEPS && turn < TURNS;
-                copy_async(piece(turn, 2 * RT + t), there ? token(t) + STEP * step : nullptr, there);
+                const bf16* const from = token(t);
+                const bool there = from && step < STEPS && turn < TURNS;
+                copy_async(piece(turn, 2 * RT + t), there ? from + STEP * step : nullptr, there);
             }
     }
     // Ask for the first turns of the matrices: before the wait for earlier kernels.
@@ -84,7 +85,8 @@ template <int RT, int NT, int STEPS, int SCALE = 1> struct Ring {
 #pragma unroll
         for (int turn = 0; turn < AHEAD; turn++) fetch(turn), copy_commit();
     }
-    // Every turn once its pieces are there: use(place of the turn, step). token(t): where piece t of this lane begins, of `tiles`.
+    // Every turn once its pieces are there: use(place of the turn, step). token(t): where piece t of this lane begins, of `tiles`; null
+    // for zeros.
     template <class Token, class Use> __device__ __forceinline__ void run(int tiles, Token token, Use use) {
 #pragma unroll
         for (int turn = 0; turn < AHEAD; turn++) fetch_tokens(turn, tiles, token), copy_commit();
@@ -132,10 +134,10 @@ template <int RT, int NT> DEVICE void clear(float (&d)[RT][NT][4]) {
             for (int e = 0; e < 4; e++) d[r][t][e] = 0.0f;
 }
 
-// The token of this lane in a tile, the last one for all beyond.
-DEVICE int token_of_lane(int tile, int tokens, int lane) {
+// Where this lane's columns of its token begin in a tile of x, whose tokens are `stride` apart; null beyond the tokens.
+DEVICE const bf16* token_at(const bf16* x, int tile, int tokens, i64 stride, int lane) {
     const int token = 8 * tile + (lane >> 2);
-    return token < tokens ? token : tokens - 1;
+    return token < tokens ? x + token * stride + 8 * (lane & 3) : nullptr;
 }
 
 // The sums of all warps: each leaves its own in its part of shared memory, `bytes` long; after a barrier `sum_of` adds one.
