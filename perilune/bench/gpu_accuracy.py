@@ -94,7 +94,7 @@ GATES = {
 }
 
 
-def outcome(op: Callable[..., Any], inputs: Inputs, settings: dict[str, Any] = gpu_kda.SETTINGS) -> Inputs:
+def outcome(op: Callable[..., Any], inputs: Inputs, settings: dict[str, Any]) -> Inputs:
     """o, the final state, and every gradient under fixed cotangents, by name."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     o, state = op(**leaves, output_final_state=True, **settings)

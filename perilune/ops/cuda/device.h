@@ -250,8 +250,8 @@ DEVICE void copy_async(void* shared, const void* global, bool there = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0) : "memory");
 }
-// The same, and the 128 bytes around come into the L2 cache: for whoever copies the rest of them somewhat later. Of memory that is
-// read 64 bytes at a time, every other time from elsewhere, a third of the time was lost without.
+// The same, and the 128 bytes around come into the L2 cache: for whoever copies the other half of them somewhat later. Without, each
+// half is a request to the memory, and products of few rows lost more than a quarter of their time.
 DEVICE void copy_async_of_line(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :: "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(there ? 16 : 0) : "memory");
