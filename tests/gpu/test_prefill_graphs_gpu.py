@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from perilune.bench.engine_driver import ONE_CLASS, Driver, pages_of, random_ids
 from perilune.config.presets import mini, nano
 from perilune.model import Transformer, init_weights
 from perilune.model.cast import compute_in
@@ -19,7 +21,7 @@ from perilune.serve.request import SamplingParams
 from perilune.serve.runner import ModelRunner, PagePool, pool_geometry
 from perilune.serve.runner.prefill_graphs import PrefillGraphs
 from perilune.serve.runner.runner import Scores
-from perilune.serve.schedule import Row
+from perilune.serve.schedule import Limits, Row
 from perilune.serve.settings import EngineSettings
 from perilune.tokenizer import ByteTokenizer
 
@@ -113,6 +115,37 @@ def test_recorded_is_as_it_is(name: str) -> None:
     worst_entry = max(off(a, b) for a, b in zip(our_entries, entries, strict=True))
     print(f"{name}: scores {worst:.1e}, states {worst_state:.1e}, cached {worst_entry:.1e}")
     assert max(worst, worst_state, worst_entry) < 2e-2
+
+
+@torch.inference_mode()
+def test_a_prompt_through_two_rooms_and_beyond_is_as_exact_as_the_bare_model() -> None:
+    """Two recorded passes, then one whose cache no room holds; beside float32."""
+    model, chunk = dense_mini(8), 8192
+    ids = random_ids(model, 2 * chunk + 4096)
+    limits = Limits(step_tokens=chunk, chunk=chunk, classes=ONE_CLASS)
+    driver = Driver(model, pages_of(model, 2 * len(ids), 8), limits)
+    sequence = driver.add(ids)
+    driver.until_first_token(sequence)
+    passes = driver.runner.prefill_graphs
+    assert passes is not None and passes.failed is None
+    assert len(passes._recordings) == 1, "both passes of 8192 tokens, and no other, have that room"
+    (ours,) = driver.scores.values()
+    exact = copy.deepcopy(model).float()
+    exact.compute_dtype = torch.float32
+    bare, truth = (in_passes(one, ids, chunk) for one in (model, exact))
+    errors = off(ours, truth), off(bare, truth)
+    print(f"engine {errors[0]:.2e}, bare model {errors[1]:.2e}, apart {off(ours, bare):.2e}")
+    assert errors[0] < 1.3 * errors[1]
+
+
+def in_passes(model: Transformer, ids: list[int], chunk: int) -> torch.Tensor:
+    """Scores after the last token, by the model without an engine."""
+    state, logits = model.new_state(1, capacity=len(ids)), None
+    for start in range(0, len(ids), chunk):
+        part = torch.tensor([ids[start : start + chunk]], device="cuda")
+        logits = model(part, state, logits="last").logits_BTZ
+    assert logits is not None
+    return logits[0, -1]
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from perilune.ops.attnres import read
 from perilune.ops.attnres.reference import mix_reference
 from perilune.ops.choice import force
 from perilune.ops.cuda import emulated, emulator
+from perilune.ops.few_rows.cuda import project
 from perilune.ops.few_rows.cuda.mixture import mixture
 from perilune.ops.linear import gated_linear, linear, linears, normed_linear
 from perilune.ops.linear import select as select_linear
@@ -66,6 +67,29 @@ def test_projections() -> None:
     close(normed, rms_norm_reference(exact, scale, 1e-3) @ weights[1].double().T)
     close(gated, (exact * gate.double().sigmoid()) @ weights[1].double().T)
     assert torch.equal(alone[0], outs[0][1][-1, 0]), "depends on its company"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tokens", "limit", "tiles"), [(3, "MANY_TILES", 4), (25, "MANY_TILES", 8), (25, "SOME_TILES", 4)]
+)
+def test_blocks_of_many_rows(tokens: int, limit: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four and eight tiles of rows, which large matrices get."""
+    x, gate, scale = tokens_of(0, 25, 96), tokens_of(1, 25, 96), 1 + normal(2, 96, dtype=torch.float32)
+    weights = [normal(3 + i, size, 96) for i, size in enumerate((135, 20))]
+    with force("cuda"), emulated():
+        few = linears(x[:tokens], *weights)
+        monkeypatch.setattr(project, limit, 4)
+        assert project.row_tiles(11, project.token_tiles(tokens)) == tiles
+        got = linears(x[:tokens], *weights)
+        normed = normed_linear(x[:tokens], scale, 1e-3, weights[0])
+        gated = gated_linear(x[:tokens], gate[:tokens], weights[0])
+    exact = x[:tokens].double()
+    for y, other, weight in zip(got, few, weights, strict=True):
+        assert torch.equal(y, other), "the number of a block's rows shows"
+        close(y, exact @ weight.double().T)
+    close(normed, rms_norm_reference(exact, scale, 1e-3) @ weights[0].double().T)
+    close(gated, (exact * gate[:tokens].double().sigmoid()) @ weights[0].double().T)
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ template <int S> struct Segments {  // a type of its own for each S: the emulato
     int rows[S];
 };
 
-KERNEL(THREADS, 2) project(
+// Two blocks have 128 registers a thread each: the sums of 4 by 4 tiles are 64, of 8 by 4 all of them.
+KERNEL(THREADS, RT * NT < 16 ? 2 : 1) project(
     Segments<SEGMENTS> segments, const bf16* x, const bf16* gate, const float* __restrict__ norm, i64 x_stride, i64 gate_stride,
     i64 out_stride, int tokens, float eps) {
     SHARED(memory);

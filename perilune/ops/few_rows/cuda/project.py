@@ -15,6 +15,7 @@ from perilune.ops.triton.sizes import blocks
 
 MOST_MATRICES = 6
 MANY_TILES = 1024  # of 16 matrix rows, some for each multiprocessor
+SOME_TILES = 400  # in blocks of four there is one for three of four multiprocessors
 
 
 @cache
@@ -30,6 +31,8 @@ def kernel(width: int, segments: int, rows: int, tiles: int, norm: bool, gated: 
 def row_tiles(matrix_tiles: int, tiles: int) -> int:
     """Tiles of rows for a block: more where matrices are large or tokens many, since every block reads all tokens."""
     if matrix_tiles >= MANY_TILES:
+        return 8 if tiles > 2 else 4
+    if tiles > 2 and matrix_tiles >= SOME_TILES:
         return 4
     return 2 if tiles > 1 or 2 * matrix_tiles >= MANY_TILES else 1
 

@@ -106,19 +106,19 @@ template <int RT, int NT, int STEPS, int SCALE = 1> struct Ring {
     template <int ALL, class Token, class Right>
     __device__ __forceinline__ void multiply(float (&d)[RT][ALL][4], int tiles, Token token, Right right) {
         run(tiles, token, [&](int i, int step) {
-            uint4 a[RT][2];
+            uint4 x[ALL];  // of all tiles of tokens: there are mostly fewer of them than of rows
 #pragma unroll
-            for (int r = 0; r < RT; r++) a[r][0] = *piece(i, 2 * r), a[r][1] = *piece(i, 2 * r + 1);
+            for (int t = 0; t < ALL; t++)
+                if (t < tiles) x[t] = right(t, step, NT ? *piece(i, 2 * RT + t) : zeros());
 #pragma unroll
-            for (int t = 0; t < ALL; t++) {
-                if (t >= tiles) break;
-                const uint4 x = right(t, step, NT ? *piece(i, 2 * RT + t) : zeros());
+            for (int r = 0; r < RT; r++) {
+                const uint4 a = *piece(i, 2 * r), b = *piece(i, 2 * r + 1);
+                const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
 #pragma unroll
-                for (int r = 0; r < RT; r++) {
-                    const u32 low[4] = {a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y};
-                    const u32 high[4] = {a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w};
-                    multiply_add(d[r][t], low, x.x, x.y);
-                    multiply_add(d[r][t], high, x.z, x.w);
+                for (int t = 0; t < ALL; t++) {
+                    if (t >= tiles) break;
+                    multiply_add(d[r][t], low, x[t].x, x[t].y);
+                    multiply_add(d[r][t], high, x[t].z, x[t].w);
                 }
             }
         });
