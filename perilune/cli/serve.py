@@ -58,8 +58,8 @@ Speed
                          long prompts faster while short ones come (default 1.75)
   --cuda-graphs WHICH    passes that are recorded on a GPU: auto (all that can be, default), decode, off
   --warm-up HOW          full: compile and record on a GPU whatever requests can need; GET /ready says no until then, and
-                         requests wait (default). fast: all but what scored prompts and pictures need. lazy: ready at
-                         once, and the first requests of each kind wait
+                         requests wait (default). fast: all but what scored prompts, pictures and prompts behind more
+                         than 65536 tokens need. lazy: ready at once, and the first requests of each kind wait
   --deterministic        an answer does not depend on what else is being answered, bit by bit
 """
 

@@ -44,8 +44,8 @@ class EngineSettings:
             `overlap`.
         cuda_graphs: which passes are recorded on a GPU: "auto" = all that can be, "decode" = those of decoding alone, "off" = none.
         warm_up: what is done before the first request: "full" = all kernels are compiled and all passes recorded that
-            requests can need; "fast" = those of prompts that nobody wants scored, without pictures; "lazy" = nothing, the
-            first requests wait for it.
+            requests can need; "fast" = all but those of scored prompts, pictures and caches too long for a recording;
+            "lazy" = nothing, the first requests wait for it.
         deterministic: a request's tokens do not depend on its company, bit by bit (fp32 on the CPU). Chunks are then as
             long as a hash unit, decoding goes in groups of eight, and answers are not cached, only prompts.
 

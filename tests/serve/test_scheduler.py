@@ -98,6 +98,31 @@ def test_pieces_of_long_prompts_take_as_long_as_a_short_one(seconds, least, most
     assert long.scheduled < 200_000
 
 
+def test_nobody_begins_a_crumb_while_others_compute():
+    """A piece that ends between two checkpoints' places would put all that follows off the kernels' grid."""
+    desk = Desk(classes=ONE)
+    talking = [desk.add(5) for _ in range(3)]
+    desk.step()
+    first, second, third = desk.add(200), desk.add(200), desk.add(2)
+    plan = desk.step()
+    assert len(plan.decode) == 3
+    assert [(row.sequence, row.chunk.end) for row in plan.prefill] == [(first, 60)], "61 tokens of room: one is a crumb"
+    assert third.scheduled == 0, "what comes later does not overtake"
+    pieces = []
+    while not (first.drawn and second.drawn and third.drawn):
+        plan = desk.step()
+        pieces += [(row.chunk.start, row.chunk.end) for row in plan.prefill if row.sequence in (first, second)]
+    assert all(place % 4 == 0 or place == 200 for piece in pieces for place in piece), pieces
+    for sequence in talking:
+        assert sequence.drawn > 3
+
+
+def test_where_a_step_is_shorter_than_that_pieces_are_as_long_as_they_can_be():
+    desk = Desk(classes=ONE, step_tokens=3)
+    first, second = desk.add(20), desk.add(20)
+    assert desk.steps_until(second) < 20 and first.drawn
+
+
 def test_long_ones_do_not_wait_for_short_ones_that_cannot_begin():
     desk = Desk(sequences=1)
     long = desk.add(600)

@@ -89,7 +89,8 @@ def test_fast_leaves_out_what_is_rare(monkeypatch):
         assert engine.first_uses.warmed
         engine.core.runner.prefill_graphs = SimpleNamespace(rooms=[])  # as on a GPU: prompts run by recordings
         names = [what for what, _ in preparations(engine.core.runner, rare=way == "full")]
-        assert any("as they are" in name for name in names) == (way == "full")
+        assert any("tokens as they are" in name for name in names) == (way == "full")
+        assert ("prompts together as they are" in names) == (way == "full")
         engine.close()
     assert asked == [True, False]
 

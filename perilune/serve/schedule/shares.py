@@ -9,6 +9,9 @@ from perilune.serve.schedule.limits import Limits
 from perilune.serve.schedule.pace import Pace
 from perilune.serve.schedule.sequence import RUNNING, Sequence
 
+CHUNK = 64  # tokens that the kernels of the recurrence take at once
+ROOMY = 8  # such chunks: of a step with fewer a class's share may be less than one
+
 
 class Shares:
     """Shares of one step.
@@ -30,6 +33,7 @@ class Shares:
         planned: set[str],
     ) -> None:  # fmt: skip
         self._limits, self._unit, self._prompts, self._admit, self._planned = limits, unit, prompts, admit, planned
+        self._roomy = False
         self.given: dict[str, int] = {}
 
     def hand_out(self, budget: int, at_work: Many[bool], pace: Pace, turn: int) -> None:
@@ -43,6 +47,7 @@ class Shares:
             turn: one more in each step.
         """
         classes = self._limits.classes
+        self._roomy = budget >= ROOMY * min(self._unit, CHUNK)
         own = [int(shares.tokens * budget) if work else 0 for shares, work in zip(classes, at_work)]
         capped = [kind for kind, shares in enumerate(classes) if shares.cap < 1.0]
         others = [kind for kind in range(len(classes)) if kind not in capped]
@@ -68,7 +73,10 @@ class Shares:
                 spent += self._give(sequence, budget - spent)
         while spent < budget and (sequence := self._admit(kind)) is not None:
             self._prompts[kind].append(sequence)
-            spent += self._give(sequence, budget - spent)
+            count = self._give(sequence, budget - spent)
+            if not count:  # what is left is a crumb
+                break
+            spent += count
         return spent
 
     def _give(self, sequence: Sequence, room: int) -> int:
@@ -78,10 +86,22 @@ class Shares:
             count = 0 if had else min(sequence.left, grid - sequence.scheduled % grid)
         else:
             count = min(sequence.left - had, self._limits.chunk - had, room)
-            end = sequence.scheduled + had + count
-            if count < sequence.left - had and end % self._unit < had + count:
-                count -= end % self._unit  # end where a checkpoint can be
+            if count < sequence.left - had:
+                count -= self._too_far(sequence.scheduled, had, count)
         if count > 0:
             self.given[sequence.name] = had + count
             self._planned.add(sequence.name)
         return max(count, 0)
+
+    def _too_far(self, scheduled: int, had: int, count: int) -> int:
+        """How many of `count` tokens behind `had` others are not worth beginning, as the rest of their piece is not there.
+
+        A piece ends where a checkpoint can be, or else where the kernels' chunks do. Less than that is a crumb, behind which everything
+        would lie off that grid, where no recorded pass exports states: it is left for a later step in which there is room,
+        unless nothing else is computed in this one.
+        """
+        whole, end = had + count, scheduled + had + count
+        for grid in (self._unit, min(self._unit, CHUNK)):
+            if end % grid < whole:
+                return end % grid
+        return count if self.given and self._roomy else 0
