@@ -117,6 +117,35 @@ def test_nobody_begins_a_crumb_while_others_compute():
         assert sequence.drawn > 3
 
 
+@pytest.mark.parametrize("piece", [8, 10])
+def test_medium_and_long_prompts_take_turns_while_short_ones_keep_coming(piece):
+    """A piece is all of one class; and longer ones go in every fourth step, always an even or always an odd one."""
+    classes = (
+        ServiceClass(name="short", up_to=40, tokens=0.3),
+        ServiceClass(name="medium", up_to=400, tokens=0.2, cap=0.75),
+        ServiceClass(name="long", up_to=10**6, tokens=0.2, cap=0.5),
+    )
+    desk = Desk(pages=20_000, classes=classes, step_tokens=512, chunk=512)
+    desk.scheduler.pace.tokens = piece
+    medium, long = desk.add(400), desk.add(100_000)
+    for _ in range(80):
+        short = desk.add(30)
+        desk.step()
+        assert short.drawn
+        desk.scheduler.end(short)
+    assert medium.scheduled == long.scheduled == 10 * 8
+
+
+def test_a_class_with_a_share_below_a_piece_gets_it_nevertheless():
+    classes = (ServiceClass(name="busy", up_to=400, tokens=0.5), ServiceClass(name="other", up_to=10**6, tokens=0.04))
+    desk = Desk(pages=20_000, classes=classes)
+    other = desk.add(10_000)
+    for _ in range(50):
+        desk.add(300)
+        desk.step()
+    assert other.scheduled >= 50 * int(0.04 * 64)
+
+
 def test_where_a_step_is_shorter_than_that_pieces_are_as_long_as_they_can_be():
     desk = Desk(classes=ONE, step_tokens=3)
     first, second = desk.add(20), desk.add(20)

@@ -29,7 +29,7 @@ from math import inf
 
 RECENT = 256  # steps with prompts for which short prompts are expected again after the last one
 WAIT = 3  # steps with short prompts in a row that longer ones wait for
-LEAST = 64  # tokens of a piece; shorter ones would take hardly less time
+LEAST = 64  # tokens of a piece, those of a chunk of the recurrence's kernels; shorter ones would take hardly less time
 PATIENCE = 1.75  # times of a short step that a piece may take
 WORTH = 1.5  # times of what a piece without tokens would cost: what one may take in any case
 _NEW = 0.2  # weight of a new measurement
@@ -70,11 +70,13 @@ class Pace:
 
     Attributes:
         tokens: of longer prompts in a step; infinite until something was measured.
+        turns: steps with prompts for which longer ones did not have to wait: their classes go first in turn.
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
         self.tokens = inf
+        self.turns = 0
         self._short: float | None = None
         self._fixed = _FixedCost()
         self._since = RECENT
@@ -84,6 +86,7 @@ class Pace:
         """A step with prompts is planned; `short`: short ones are at work. Returns whether the longer ones wait."""
         self._since = 0 if short else self._since + 1
         self._waited = self._waited + 1 if short and self._waited < WAIT else 0
+        self.turns += self._waited == 0
         return self._waited > 0
 
     @property

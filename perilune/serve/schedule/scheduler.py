@@ -234,7 +234,7 @@ class Scheduler:
             kind.sort(key=importance)
         shares = Shares(self.limits, self.cache.geometry.unit, prompts, self._admit, self._planned)
         at_work = [bool(prompts[kind] or self.queues.count(kind)) for kind in kinds]
-        shares.hand_out(budget, at_work, self.pace, turn=self.steps)
+        shares.hand_out(budget, at_work, self.pace)
         rows = []
         for sequence in itertools.chain(*prompts):
             count = shares.given.pop(sequence.name, 0)

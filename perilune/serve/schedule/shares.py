@@ -6,11 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from perilune.serve.schedule.limits import Limits
-from perilune.serve.schedule.pace import Pace
+from perilune.serve.schedule.pace import LEAST, Pace
 from perilune.serve.schedule.sequence import RUNNING, Sequence
-
-CHUNK = 64  # tokens that the kernels of the recurrence take at once
-ROOMY = 8  # such chunks: of a step with fewer a class's share may be less than one
 
 
 class Shares:
@@ -33,10 +30,11 @@ class Shares:
         planned: set[str],
     ) -> None:  # fmt: skip
         self._limits, self._unit, self._prompts, self._admit, self._planned = limits, unit, prompts, admit, planned
-        self._roomy = False
+        self._least = min(unit, LEAST)
+        self._sparing: list[bool] = []  # of each class: its own share is a piece in every step, so crumbs can wait
         self.given: dict[str, int] = {}
 
-    def hand_out(self, budget: int, at_work: Many[bool], pace: Pace, turn: int) -> None:
+    def hand_out(self, budget: int, at_work: Many[bool], pace: Pace) -> None:
         """Each class's own share, then what is left, the most important class first; classes with a cap come last, and wait
         for the next step while others keep coming, but not for ever.
 
@@ -44,10 +42,13 @@ class Shares:
             budget: tokens.
             at_work: which classes have something to compute.
             pace: of the classes with a cap.
-            turn: one more in each step.
         """
         classes = self._limits.classes
-        self._roomy = budget >= ROOMY * min(self._unit, CHUNK)
+        self._sparing = [
+            int(shares.cap * budget) >= self._least
+            and (not shares.tokens or int(shares.tokens * budget) >= self._least)
+            for shares in classes
+        ]
         own = [int(shares.tokens * budget) if work else 0 for shares, work in zip(classes, at_work)]
         capped = [kind for kind, shares in enumerate(classes) if shares.cap < 1.0]
         others = [kind for kind in range(len(classes)) if kind not in capped]
@@ -59,7 +60,7 @@ class Shares:
         if wait and self.given:
             return
         left = int(min(budget - sum(self.given.values()), pace.most))
-        for kind in capped if turn % 2 else reversed(capped):  # a piece may be all of one class: they take turns
+        for kind in capped if pace.turns % 2 else reversed(capped):  # a piece may be all of one class
             cap = int(classes[kind].cap * budget) if sum(at_work) > 1 else budget
             left -= self._serve(kind, min(left, cap))
 
@@ -87,21 +88,21 @@ class Shares:
         else:
             count = min(sequence.left - had, self._limits.chunk - had, room)
             if count < sequence.left - had:
-                count -= self._too_far(sequence.scheduled, had, count)
+                count -= self._too_far(sequence, had, count)
         if count > 0:
             self.given[sequence.name] = had + count
             self._planned.add(sequence.name)
         return max(count, 0)
 
-    def _too_far(self, scheduled: int, had: int, count: int) -> int:
+    def _too_far(self, sequence: Sequence, had: int, count: int) -> int:
         """How many of `count` tokens behind `had` others are not worth beginning, as the rest of their piece is not there.
 
-        A piece ends where a checkpoint can be, or else where the kernels' chunks do. Less than that is a crumb, behind which everything
-        would lie off that grid, where no recorded pass exports states: it is left for a later step in which there is room,
-        unless nothing else is computed in this one.
+        A piece ends where a checkpoint can be, or else on the grid of the recurrence's chunks. Less than that is a crumb, behind
+        which everything would lie off that grid, where no recorded pass exports states: it is left for a later step, unless
+        nothing else is computed in this one, or the sequence's class may never get more.
         """
-        whole, end = had + count, scheduled + had + count
-        for grid in (self._unit, min(self._unit, CHUNK)):
+        whole, end = had + count, sequence.scheduled + had + count
+        for grid in (self._unit, self._least):
             if end % grid < whole:
                 return end % grid
-        return count if self.given and self._roomy else 0
+        return count if self.given and self._sparing[sequence.kind] else 0
